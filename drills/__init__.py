@@ -1,0 +1,1 @@
+"""Drills on the attention of an LLM inference engine: written by you, judged by one shared suite."""

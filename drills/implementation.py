@@ -1,0 +1,283 @@
+"""DRILLS_IMPL -> the functions under test. The suite reaches an implementation through this module only.
+
+    impl = implementation.selected()                       # what DRILLS_IMPL names
+    outcome = impl.run("slot_mapping", table, seq, pos, 4) # called, observed, and its arguments watched
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import linecache
+import os
+import sys
+import traceback
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drills import catalog
+from drills.observe import Observed, watching
+
+HERE = Path(__file__).resolve().parent
+OFF_LIMITS = ("drills.solutions", "drills.tests", "drills.mistakes")
+BUILT_IN = {"mine": HERE / "mine", "solutions": HERE / "solutions"}
+
+
+class SelectionError(Exception):
+    """DRILLS_IMPL names nothing that can be tested."""
+
+
+class NotStarted(Exception):
+    """The function still raises NotImplementedError."""
+
+
+class Unusable(Exception):
+    """The function cannot be called at all: no file, an error while importing it, no such name."""
+
+
+@dataclass
+class Outcome:
+    """One call: what it returned or raised, what it did meanwhile, which arguments it had no business changing."""
+
+    returned: Any = None
+    raised: BaseException | None = None
+    where: list[str] = field(default_factory=list)  # the learner's own lines in the traceback, outermost first
+    observed: Observed = field(default_factory=Observed)
+    disturbed: list[str] = field(default_factory=list)
+
+
+def select(name: str | None) -> Implementation:
+    """The implementation called `name`: mine (also for None or ''), solutions, or a directory of drill modules.
+
+    Raises SelectionError, which lists the choices, for anything else. Nothing is imported yet.
+    """
+    name = name or "mine"
+    directory = BUILT_IN.get(name, Path(name).expanduser())
+    choices = "DRILLS_IMPL can be mine (the default), solutions, or a directory that holds the drill modules"
+    if not directory.exists():
+        raise SelectionError(f"DRILLS_IMPL={name}: there is no such path ({directory.absolute()}).\n{choices}.")
+    if not directory.is_dir():
+        raise SelectionError(f"DRILLS_IMPL={name}: that is a file; name the directory it is in.\n{choices}.")
+    files = [drill.file for drill in catalog.DRILLS]
+    if not any((directory / file).is_file() for file in files):
+        raise SelectionError(f"DRILLS_IMPL={name}: {directory} holds none of {', '.join(files)}.\n{choices}.")
+    return Implementation(name, directory.resolve())
+
+
+def selected() -> Implementation:
+    """What the environment variable DRILLS_IMPL selects."""
+    return select(os.environ.get("DRILLS_IMPL"))
+
+
+class Implementation:
+    """The drills of one directory. A module is imported when one of its functions is first called."""
+
+    def __init__(self, name: str, directory: Path, modules: Mapping[str, types.ModuleType] | None = None):
+        self.name, self.directory = name, directory
+        self.lost: str | None = None  # how the GPU was lost, after which no call can be trusted
+        self._modules: dict[str, types.ModuleType | Unusable] = dict(modules or {})
+
+    def run(self, function: str, *args: Any, forbid_sync: bool = False, **kwargs: Any) -> Outcome:
+        """Call `function` and observe it. Its declared `writes` change in place; others are checked to be unchanged.
+
+        With forbid_sync, on a GPU, any wait for the device raises inside the call (torch.cuda.set_sync_debug_mode).
+        Raises NotStarted or Unusable, which are about the file and not about this call.
+        """
+        drill, entry = catalog.owner(function)
+        call = self.function(function)
+        named = dict(zip(entry.arguments, args)) | kwargs
+        kept = {name: _bits(value) for name, value in named.items() if name not in entry.writes}
+        watched = {t.untyped_storage().data_ptr() for name in entry.writes for t in tensors(named.get(name))}
+        outcome = Outcome()
+        with _alone(), watching(watched) as outcome.observed:
+            try:
+                if forbid_sync and torch.cuda.is_available():
+                    torch.cuda.set_sync_debug_mode("error")
+                try:
+                    outcome.returned = call(*args, **kwargs)
+                finally:
+                    if torch.cuda.is_available():
+                        torch.cuda.set_sync_debug_mode("default")
+                if any(t.is_cuda for t in tensors(list(named.values()))):
+                    torch.cuda.synchronize()  # a fault in a kernel belongs to this call
+            except (Exception, SystemExit) as error:
+                outcome.raised = _cause(error)
+                outcome.where = self._own_lines(error)
+                self.lost = self.lost or _gpu_lost(error)
+        if isinstance(outcome.raised, NotImplementedError) and outcome.where:
+            raise NotStarted(f"{drill.id} {function} still raises NotImplementedError") from None
+        outcome.disturbed = [name for name, bits in kept.items() if _bits(named[name]) != bits]
+        return outcome
+
+    def capture(self, function: str, *args: Any) -> Callable[[], None]:
+        """`function(*args)` captured in a CUDA graph: what comes back replays it on the same arguments."""
+        call = self.function(function)
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            call(*args)  # compiles outside the capture
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call(*args)
+        return graph.replay
+
+    def function(self, name: str) -> Callable[..., Any]:
+        """The learner's function. Raises Unusable when its module cannot be imported or does not define it."""
+        drill, entry = catalog.owner(name)
+        found = getattr(self._module(drill), name, None)
+        if not callable(found):
+            path = self.directory / drill.file
+            raise Unusable(f"{shown(path)} defines no {name}. The drill needs\n    def {entry.signature}: ...")
+        return found
+
+    def _module(self, drill: catalog.Drill) -> types.ModuleType:
+        known = self._modules.get(drill.module)
+        if known is None:
+            try:
+                known = _import(self.directory, drill.module)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # SystemExit and a test's timeout too: importing it did not work
+                known = Unusable(self._import_failure(drill, error))
+            self._modules[drill.module] = known
+        if isinstance(known, Unusable):
+            raise Unusable(str(known))
+        return known
+
+    def _import_failure(self, drill: catalog.Drill, error: BaseException) -> str:
+        path = self.directory / drill.file
+        if not path.is_file():
+            return f"{path} does not exist. {drill.id} is graded from that file."
+        if isinstance(error, SystemExit):
+            said = f"called sys.exit({error.code if error.code is not None else ''})"
+        elif isinstance(error, SyntaxError) and error.filename == str(path):
+            line = (error.text or "").rstrip()
+            said = f"has a syntax error: {error.msg}\n    {shown(path)}:{error.lineno}   {line.strip()}"
+        else:
+            said = f"raised {type(error).__name__}: {first_line(error)}"
+        own = self._own_lines(error)
+        return "\n".join([f"{shown(path)} cannot be imported: it {said}", *(f"    {line}" for line in own)])
+
+    def _own_lines(self, error: BaseException) -> list[str]:
+        """The traceback's lines in this implementation's files, down to the exception's cause."""
+        lines: list[str] = []
+        seen: BaseException | None = error
+        while seen is not None:
+            for frame in traceback.extract_tb(seen.__traceback__):
+                if Path(frame.filename).parent == self.directory:
+                    line = f"{shown(Path(frame.filename))}:{frame.lineno}   {frame.line or ''}"
+                    if line not in lines:
+                        lines.append(line)
+            seen = seen.__cause__
+        return lines
+
+
+def _import(directory: Path, module: str) -> types.ModuleType:
+    """Import a drill's file under a name that only this directory has, from its source as it is now.
+
+    No bytecode is cached: two edits in one second, of one size, would otherwise run the first one's.
+    """
+    path = directory / f"{module}.py"
+    package = f"drills_under_test_{hashlib.sha256(str(directory).encode()).hexdigest()[:12]}"
+    if package not in sys.modules:
+        parent = types.ModuleType(package)
+        parent.__path__ = [str(directory)]  # `from .other import x` finds this directory's file, and no other's
+        sys.modules[package] = parent
+    loader = _SourceLoader(f"{package}.{module}", str(path))
+    spec = importlib.util.spec_from_file_location(loader.name, path, loader=loader)
+    assert spec is not None
+    loaded = importlib.util.module_from_spec(spec)
+    linecache.checkcache(str(path))
+    sys.modules[loader.name] = loaded
+    try:
+        with _alone():
+            loader.exec_module(loaded)
+    except BaseException:
+        del sys.modules[loader.name]
+        raise
+    return loaded
+
+
+class _SourceLoader(importlib.machinery.SourceFileLoader):
+    def get_code(self, fullname: str) -> types.CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """While learner code runs, the reference and the suite's own answers cannot be imported."""
+    hidden = {name: module for name, module in sys.modules.items() if name.startswith(OFF_LIMITS)}
+    for name in hidden:
+        del sys.modules[name]
+    sys.meta_path.insert(0, _Refuse)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(_Refuse)
+        sys.modules.update(hidden)
+
+
+class _Refuse(importlib.abc.MetaPathFinder):
+    @staticmethod
+    def find_spec(fullname, path=None, target=None):
+        if fullname.startswith(OFF_LIMITS):
+            raise ImportError(f"{fullname} is not for an implementation to import: the drill is to write it")
+        return None
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in an argument: itself, or those in lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors(item)
+
+
+def _bits(value: Any) -> list[Any]:
+    """An argument's content to the bit, NaN included, to see whether a call changed it."""
+    found: list[Any] = [
+        (tuple(t.shape), t.stride(), t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        for t in tensors(value)
+    ]
+    return found or [repr(value)]
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Triton's interpreter wraps what a kernel raised: the learner needs the inner one."""
+    while type(error).__name__ == "InterpreterError" and error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _gpu_lost(error: BaseException) -> str | None:
+    """After an illegal access every later CUDA call of this process fails: the first error, if that happened."""
+    if not torch.cuda.is_initialized():
+        return None
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return first_line(error)
+    return None
+
+
+def shown(path: Path) -> str:
+    """A path as a learner would type it: from the working directory when it is below, else whole."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+def first_line(error: BaseException) -> str:
+    """An exception's message, its first line, cut to a readable length."""
+    line = next(iter(str(error).strip().splitlines()), "")
+    return line if len(line) <= 300 else line[:297] + "..."

@@ -1,0 +1,290 @@
+"""Compares what an implementation did with what it should have done, and says what went wrong in the drill's terms.
+
+A verdict reads, from the outside in: where the learner is, the call, what is wrong (what was raised, then shapes and
+dtypes, then the first value that differs and where that is), what it is a sign of, and where to read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+
+from drills import catalog
+from drills.implementation import Implementation, Outcome, first_line, tensors
+from drills.tests._paged import allocation, copy_of
+
+REFUSALS = (AssertionError, ValueError, TypeError, IndexError)
+SHOWN_VALUES = 12  # a tensor with more is named by its shape
+
+
+class Verdict(AssertionError):
+    """A failed check. Its text is all that the learner is shown."""
+
+
+class Judge:
+    """Runs one test's calls through an implementation. Each method returns only when all is well."""
+
+    def __init__(self, impl: Implementation, drill: catalog.Drill, stage: int, title: str):
+        self.impl, self.drill, self.stage, self.title = impl, drill, stage, title
+
+    def agrees(
+        self,
+        function: str,
+        *args: Any,
+        oracle: Callable[..., Any],
+        close: float | None = None,
+        hint: str | None = None,
+    ) -> Outcome:
+        """The call must return, and leave in the arguments it writes, what the oracle does on a copy of them.
+
+        close: the largest error a row of the last dimension may have, relative to its norm; without it, to the bit.
+        hint: what a difference here is a sign of.
+        """
+        before = copy_of(list(args))
+        wanted = copy_of(list(args), device="cpu")
+        expected = oracle(*wanted)
+        outcome = self.call(function, *args)
+        writes = catalog.owner(function)[1].writes
+        problem = _differs(function, outcome.returned, expected, close, before)
+        for name, x, want in zip(catalog.owner(function)[1].arguments, args, wanted):
+            if problem is None and name in writes:
+                problem = _overwritten(function, name, x, want, before)
+        if problem is not None:
+            self.fail(function, before, problem, hint, outcome, list(args))
+        return outcome
+
+    def refuses(self, function: str, *args: Any, because: str, also: tuple[type[Exception], ...] = ()) -> None:
+        """The call must raise, and must have written nothing. also: errors that count beside the usual four."""
+        before = copy_of(list(args))
+        outcome = self.impl.run(function, *args)
+        if outcome.raised is None:
+            self.fail(function, before, ["returned as if all were well", f"but {because}: refuse it"], None, outcome)
+        if not isinstance(outcome.raised, REFUSALS + also):
+            problem = [*_raised(outcome), f"{because}: refuse it with an AssertionError that names the argument"]
+            self.fail(function, before, problem, None, outcome)
+        for old, new in zip(tensors(before), tensors(list(args))):
+            if not _same_bits(allocation(old), allocation(new)):
+                self.fail(function, before, ["refused, but after it had written: check before any write"], None, outcome)
+
+    def call(self, function: str, *args: Any, **options: Any) -> Outcome:
+        """The call must return, and change nothing but what it is declared to write."""
+        before = copy_of(list(args)) if not options.pop("huge", False) else list(args)
+        outcome = self.impl.run(function, *args, **options)
+        if outcome.raised is not None:
+            self.fail(function, before, _raised(outcome), None, outcome)
+        for name in outcome.disturbed:
+            self.fail(function, before, [f"changed its argument {name}, which it should only read"], None, outcome)
+        return outcome
+
+    def fail(
+        self,
+        function: str,
+        args: list[Any],
+        problem: Iterable[str],
+        hint: str | None = None,
+        outcome: Outcome | None = None,
+        after: list[Any] | None = None,
+    ) -> NoReturn:
+        """Raise the verdict. args: the arguments as they were before the call."""
+        lines = [f"  {_call_line(function, args)}", *(f"  {line}" for line in problem)]
+        if hint:
+            lines.append(f"  {hint}")
+        lines.append(f"  Read {self.drill.section(self.stage)}")
+        raise Verdict("\n".join([self.heading, *lines]))
+
+    @property
+    def heading(self) -> str:
+        stage = self.drill.stages[self.stage - 1].title
+        return f"{self.drill.id} · stage {self.stage} of {len(self.drill.stages)}, {stage} · {self.title}"
+
+
+def _call_line(function: str, args: list[Any]) -> str:
+    names = catalog.owner(function)[1].arguments
+    return f"{function}({', '.join(_argument(name, value) for name, value in zip(names, args))})"
+
+
+def _argument(name: str, value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        if value.numel() <= SHOWN_VALUES and not value.is_floating_point() and value.dim() <= 2 and value.numel():
+            return f"{name}={value.tolist()}"
+        kind = "" if value.dtype in (torch.float32, torch.int32) else f" {_dtype(value.dtype)}"
+        layout = "" if value.is_contiguous() else f" strides {_list(value.stride())}"
+        return f"{name}[{','.join(map(str, value.shape))}{kind}{layout}]"
+    if isinstance(value, (list, tuple)):
+        return f"{name}=[{', '.join(_argument('', item) for item in value)}]"
+    return f"{name}={value}" if name else str(value)
+
+
+def _raised(outcome: Outcome) -> list[str]:
+    error = outcome.raised
+    assert error is not None
+    if isinstance(error, SystemExit):
+        return [f"called sys.exit({'' if error.code is None else error.code}) in the middle of the call", *_at(outcome)]
+    return [f"raised {type(error).__name__}: {first_line(error)}", *_at(outcome)]
+
+
+def _at(outcome: Outcome) -> list[str]:
+    return [f"    {line}" for line in outcome.where]
+
+
+def _differs(function: str, got: Any, want: Any, close: float | None, args: list[Any]) -> list[str] | None:
+    """What is wrong with a returned value, or None. Types, shapes and dtypes come before values."""
+    names = catalog.owner(function)[1].returns
+    if want is None:
+        return None if got is None else [f"returned {_kind(got)}, but it works in place and returns None"]
+    if isinstance(want, (list, tuple)):
+        if not isinstance(got, (list, tuple)) or len(got) != len(want):
+            many = f"{len(want)} tensors ({', '.join(names)})" if len(names) > 1 else f"a list of {len(want)} tensors"
+            return [f"returned {_kind(got)}", f"expected {many}"]
+        labels = names if len(names) > 1 else [f"layer {i}'s {names[0]}" for i in range(len(want))]
+        pairs = list(zip(labels, got, want))
+    else:
+        pairs = [(names[0], got, want)]
+    for name, x, y in pairs:
+        if not isinstance(x, torch.Tensor):
+            return [f"{name} is {_kind(x)}, expected a tensor"]
+        if x.shape != y.shape:
+            return [f"{name} has shape {_list(x.shape)}, expected {_list(y.shape)}", *_side_by_side(x, y)]
+        if x.dtype != y.dtype:
+            return [f"{name} is {_dtype(x.dtype)}, expected {_dtype(y.dtype)}"]
+        if x.device.type != next(tensors(args)).device.type:
+            return [f"{name} is on {x.device}, expected it on the device of the inputs, {next(tensors(args)).device}"]
+        if not x.is_contiguous():
+            return [f"{name} has strides {_list(x.stride())}, expected it contiguous"]
+    for name, x, y in pairs:
+        wrong = (x.cpu() != y) if close is None else _far(x.cpu(), y, close)
+        if wrong.any():
+            return _first_difference(function, name, x.cpu(), y, wrong, args)
+    return None
+
+
+def _far(x: torch.Tensor, y: torch.Tensor, close: float) -> torch.Tensor:
+    """Which elements stand in a row that is further from y than its norm allows. NaN is always too far."""
+    x, y = x.double(), y.double()
+    if y.dim() < 2 or y.shape[-1] == 1:
+        scale = y.abs().clamp(min=1)
+        return ~((x - y).abs() <= close * scale)
+    floor = y.norm() / math.sqrt(max(1, y.numel() // y.shape[-1]))  # a row of almost nothing is held to the others
+    error, norm = (x - y).norm(dim=-1), y.norm(dim=-1)
+    far = ~(error <= close * torch.maximum(norm, floor * 0.1))
+    return far[..., None] & ~((x - y).abs() <= close * norm[..., None] / math.sqrt(y.shape[-1]))
+
+
+def _first_difference(
+    function: str, name: str, x: torch.Tensor, y: torch.Tensor, wrong: torch.Tensor, args: list[Any]
+) -> list[str]:
+    count, first = int(wrong.sum()), tuple(wrong.nonzero()[0].tolist())
+    if y.numel() <= SHOWN_VALUES and not y.is_floating_point():
+        place = [f"{name} differs first at {_place(function, name, first, args)}"]
+        return place + _side_by_side(x, y)
+    head = f"{name}: {count} of {y.numel()} values differ, first at {_place(function, name, first, args)}"
+    return [head, f"    expected {_value(y[first])}    got {_value(x[first])}"]
+
+
+def _side_by_side(x: torch.Tensor, y: torch.Tensor) -> list[str]:
+    if max(x.numel(), y.numel()) > SHOWN_VALUES or y.is_floating_point():
+        return []
+    return [f"    expected {y.tolist()}", f"    got      {x.tolist()}"]
+
+
+def _overwritten(function: str, name: str, x: torch.Tensor, want: torch.Tensor, before: list[Any]) -> list[str] | None:
+    """What is wrong with an argument that is written in place: looked for in the whole of its allocation."""
+    got, expected = allocation(x), allocation(want)
+    wrong = _bit_view(got) != _bit_view(expected)
+    if not wrong.any():
+        return None
+    base, size = x.storage_offset(), x.numel()
+    places = [int(i) - base for i in wrong.nonzero().flatten()]
+    inside = [i for i in places if 0 <= i < size]
+    outside = len(places) - len(inside)
+    lines = []
+    if inside:
+        at = _element(function, name, inside[0], x, before)
+        lines.append(f"{name}: {len(inside)} of {size} values differ, first at {at}")
+    first = (inside or places)[0] + base
+    if outside:
+        lines.append(f"{name}: {outside} values outside of it were overwritten, {_outside(name, places, size, x)}")
+    lines.append(f"    expected {_value(expected[first])}    got {_value(got[first])}")
+    return lines
+
+
+def _outside(name: str, places: list[int], size: int, x: torch.Tensor) -> str:
+    row = x.shape[-1] * x.shape[-2] if x.dim() == 4 else 1
+    unit = "slot" if x.dim() == 4 else "entry"
+    first = next(i for i in places if not 0 <= i < size)
+    number = first // row
+    where = "before its first" if first < 0 else "past its last"
+    return f"first at {unit} {number}, {where}"
+
+
+def _element(function: str, name: str, index: int, x: torch.Tensor, before: list[Any]) -> str:
+    """An element of a written argument, by its place in the argument's own order."""
+    if x.dim() != 4:
+        return _place(function, name, (index,), before)
+    _, block_size, heads, dim = x.shape
+    slot, rest = divmod(index, heads * dim)
+    text = f"slot {slot}"
+    slots = dict(zip(catalog.owner(function)[1].arguments, before)).get("slots")
+    if slots is not None:
+        tokens = (slots == slot).nonzero().flatten().tolist()
+        text += f" (token {tokens[0]})" if tokens else " (no token goes there)"
+    return f"{text} -> block {slot // block_size}, offset {slot % block_size}, head {rest // dim}, dim {rest % dim}"
+
+
+def _place(function: str, name: str, index: tuple[int, ...], args: list[Any]) -> str:
+    """Where an element of a result is, in the terms of the drill."""
+    given = dict(zip(catalog.owner(function)[1].arguments, args))
+    i = index[0] if index else 0
+    if name == "slots":
+        return f"token {i} (sequence {int(given['seq_idx'][i])}, position {int(given['positions'][i])})"
+    if name == "indptr":
+        return f"indptr[{i}]" + (f", where sequence {i} begins" if i < len(given["context_lens"]) else ", the end")
+    if name == "indices":
+        counts = (-(-given["context_lens"] // given["page_size"])).cpu()
+        ends = counts.cumsum(0)
+        sequence = int((ends <= i).sum())
+        if sequence == len(ends):
+            return f"indices[{i}], past the last page in use"
+        return f"indices[{i}]: sequence {sequence}, its page {i - int(ends[sequence] - counts[sequence])}"
+    if name == "last_page_len":
+        return f"sequence {i}, which has {int(given['context_lens'][i])} tokens"
+    if name == "block_tables":
+        return f"sequence {i}, column {index[1]}"
+    if name == "context_lens":
+        return f"sequence {i}"
+    if name.endswith("lse"):
+        return f"sequence {i}, query head {index[1]}"
+    return f"sequence {i}, query head {index[1]}, dim {index[2]}"
+
+
+def _bit_view(x: torch.Tensor) -> torch.Tensor:
+    """As integers of the same size: NaN equals itself, -0.0 does not equal 0.0."""
+    return x.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+
+
+def _same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return torch.equal(_bit_view(x), _bit_view(y))
+
+
+def _kind(x: Any) -> str:
+    if isinstance(x, torch.Tensor):
+        return f"a tensor {_list(x.shape)} of {_dtype(x.dtype)}"
+    if isinstance(x, (list, tuple)):
+        return f"a {type(x).__name__} of {len(x)}"
+    return "None" if x is None else f"a {type(x).__name__}"
+
+
+def _value(x: torch.Tensor) -> str:
+    number = x.double().item() if x.is_floating_point() else x.item()
+    return f"{number:.6g}"
+
+
+def _list(values: Iterable[int]) -> str:
+    return str(list(values))
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

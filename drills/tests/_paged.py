@@ -1,0 +1,150 @@
+"""What the tests feed an implementation: random batches, caches inside guard regions, and copies of a call's arguments.
+
+Nothing here is what a real engine would have by accident: page ids are permuted and some pages belong to nobody,
+lengths are ragged and some are exact multiples of the page, whatever the contract says is never read is poison.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+ON_GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
+DEVICE = "cuda" if ON_GPU else "cpu"
+POISON = (-1, 2**30, 999, -7)  # page ids past the live part of a row: reading one must show
+GUARD_ROWS = 12
+
+
+def ints(values: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    """A tensor of integers on the lane's device."""
+    return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def randint(rng: torch.Generator, low: int, high: int) -> int:
+    """One integer in low..high, both included."""
+    return int(torch.randint(low, high + 1, (1,), generator=rng))
+
+
+def numbers(rng: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Values of any dtype: quarters that every float type holds exactly (so that a message reads well), or integers."""
+    whole = torch.randint(-14, 15, shape, generator=rng)
+    if dtype.is_floating_point:
+        return (whole.float() / 4).to(dtype).to(DEVICE)
+    return whole.to(dtype).to(DEVICE)
+
+
+def any_bits(rng: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Every bit pattern of a dtype, NaN payloads, infinities and -0.0 included: a copy must not touch them."""
+    size = torch.empty(0, dtype=dtype).element_size()
+    raw = torch.randint(0, 256, (*shape[:-1], shape[-1] * size), dtype=torch.uint8, generator=rng)
+    return raw.view(dtype).to(DEVICE)
+
+
+def guarded(shape: tuple[int, ...], dtype: torch.dtype, row: int | None = None) -> torch.Tensor:
+    """A contiguous tensor in the middle of a larger allocation; all of it holds a pattern of values below -100.
+
+    A write that leaves the tensor lands in the guards, where the judge sees it. `row`: the elements of one row
+    (default: of the last dimension); there are GUARD_ROWS of them on either side.
+    """
+    row = row or shape[-1]
+    size = torch.Size(shape).numel()
+    pattern = -(torch.arange(size + 2 * GUARD_ROWS * row) % 17) - 101
+    if not dtype.is_floating_point or dtype.itemsize > 1:
+        whole = pattern.to(dtype)
+    else:
+        whole = (pattern % 17 + 101).to(torch.uint8).view(dtype)  # fp8 has no -101: take its bits as they come
+    return whole.to(DEVICE)[GUARD_ROWS * row : GUARD_ROWS * row + size].view(shape)
+
+
+def caches(
+    blocks: int, block_size: int, heads: int, dim: int, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """An empty k_cache and v_cache [NB, BS, H, D], each between guards of its own."""
+    shape = (blocks, block_size, heads, dim)
+    return guarded(shape, dtype, heads * dim), guarded(shape, dtype, heads * dim)
+
+
+@dataclass
+class Batch:
+    """Sequences in pages: a block table with poison past each row's live part."""
+
+    page_size: int
+    pool: int  # pages in the cache; not all are in use
+    lens: list[int]
+    rows: list[list[int]]  # the pages of each sequence, no more than it needs
+    table: torch.Tensor  # [B, W] int32
+    context_lens: torch.Tensor  # [B] int32
+
+
+def batch(
+    rng: torch.Generator, lens: list[int], page_size: int, extra_columns: int = 2, dtype: torch.dtype = torch.int32
+) -> Batch:
+    """A batch with these lengths, its page ids a random permutation of part of the pool."""
+    counts = [-(-n // page_size) for n in lens]
+    pool = sum(counts) + 3
+    ids = torch.randperm(pool, generator=rng).tolist()
+    rows = [[ids.pop() for _ in range(count)] for count in counts]
+    width = max(counts, default=0) + extra_columns
+    table = [[*row, *(POISON[(b + c) % len(POISON)] for c in range(width - len(row)))] for b, row in enumerate(rows)]
+    return Batch(page_size, pool, lens, rows, ints(table, dtype).view(len(lens), width), ints(lens, dtype))
+
+
+def ragged(rng: torch.Generator, batch_size: int, page_size: int, longest: int) -> list[int]:
+    """Random lengths from 1 to `longest`; one is a single token, one an exact multiple of the page."""
+    lens = [randint(rng, 1, longest) for _ in range(batch_size)]
+    if batch_size >= 2:
+        lens[0], lens[-1] = page_size * max(1, longest // page_size), 1
+    return lens
+
+
+def filled_caches(
+    rng: torch.Generator, of: Batch, heads: int, dim: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Caches that hold random K and V where the batch has tokens, and NaN everywhere else: it is never used."""
+    pair = caches(of.pool, of.page_size, heads, dim, dtype)
+    for cache in pair:
+        cache.fill_(float("nan"))
+        for row, length in zip(of.rows, of.lens):
+            for position in range(length):
+                page, offset = row[position // of.page_size], position % of.page_size
+                cache[page, offset] = torch.randn(heads, dim, generator=rng).to(dtype).to(DEVICE)
+    return pair
+
+
+def copy_of(value: Any, device: str | None = None, pad: int = 0) -> Any:
+    """Arguments copied with their whole allocations: views keep strides, offsets and what they share, guards included.
+
+    pad: as many bytes more (a multiple of 64) on either side of each allocation, so that wrong code stays inside.
+    """
+    made: dict[tuple[int, str], torch.Tensor] = {}
+
+    def copy(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            storage = x.untyped_storage()
+            target = device or str(x.device)
+            key = (storage.data_ptr(), target)
+            if key not in made:
+                raw = torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage)
+                made[key] = torch.zeros(len(raw) + 2 * pad, dtype=torch.uint8, device=target)
+                made[key][pad : pad + len(raw)] = raw
+            offset = x.storage_offset() + pad // x.element_size()
+            empty = torch.empty(0, dtype=x.dtype, device=target)
+            return empty.set_(made[key].untyped_storage(), offset, x.size(), x.stride())
+        if isinstance(x, (list, tuple)):
+            return type(x)(copy(item) for item in x)
+        return x
+
+    return copy(value)
+
+
+def allocation(x: torch.Tensor) -> torch.Tensor:
+    """All of the memory that a view lives in, in elements of its dtype, on the CPU."""
+    storage = x.untyped_storage()
+    return torch.empty(0, dtype=x.dtype, device=x.device).set_(storage, 0, (len(storage) // x.element_size(),)).cpu()
