@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.abc
 import importlib.machinery
@@ -17,9 +16,11 @@ import sys
 import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -85,24 +86,26 @@ class Implementation:
         self.lost: str | None = None  # how the GPU was lost, after which no call can be trusted
         self._modules: dict[str, types.ModuleType | Unusable] = dict(modules or {})
 
-    def run(self, function: str, *args: Any, forbid_sync: bool = False, **kwargs: Any) -> Outcome:
+    def run(self, function: str, *args: Any, forbid_sync: bool = False, capturing: bool = False) -> Outcome:
         """Call `function` and observe it. Its declared `writes` change in place; others are checked to be unchanged.
 
-        With forbid_sync, on a GPU, any wait for the device raises inside the call (torch.cuda.set_sync_debug_mode).
+        forbid_sync: on a GPU, any wait for the device raises inside the call (torch.cuda.set_sync_debug_mode).
+        capturing: torch.cuda.is_current_stream_capturing() says yes, as if a CUDA graph were being captured.
         Raises NotStarted or Unusable, which are about the file and not about this call.
         """
         drill, entry = catalog.owner(function)
         call = self.function(function)
-        named = dict(zip(entry.arguments, args)) | kwargs
+        named = dict(zip(entry.arguments, args))
         kept = {name: _bits(value) for name, value in named.items() if name not in entry.writes}
         watched = {t.untyped_storage().data_ptr() for name in entry.writes for t in tensors(named.get(name))}
         outcome = Outcome()
-        with _alone(), watching(watched) as outcome.observed:
+        capture = mock.patch("torch.cuda.is_current_stream_capturing", lambda: True) if capturing else nullcontext()
+        with _alone(), capture, watching(watched) as outcome.observed:
             try:
                 if forbid_sync and torch.cuda.is_available():
                     torch.cuda.set_sync_debug_mode("error")
                 try:
-                    outcome.returned = call(*args, **kwargs)
+                    outcome.returned = call(*args)
                 finally:
                     if torch.cuda.is_available():
                         torch.cuda.set_sync_debug_mode("default")
@@ -211,7 +214,7 @@ class _SourceLoader(importlib.machinery.SourceFileLoader):
         return self.source_to_code(self.get_data(self.path), self.path)  # type: ignore[return-value]
 
 
-@contextlib.contextmanager
+@contextmanager
 def _alone() -> Iterator[None]:
     """While learner code runs, the reference and the suite's own answers cannot be imported."""
     hidden = {name: module for name, module in sys.modules.items() if name.startswith(OFF_LIMITS)}

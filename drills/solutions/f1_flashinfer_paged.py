@@ -104,7 +104,7 @@ def flashinfer_decode_layers(qs, kv_caches, block_tables, context_lens):
         for name, x, first in (("qs", q, qs[0]), ("kv_caches", k_cache, kv_caches[0][0])):
             same = x.shape == first.shape and x.dtype == first.dtype
             assert same, f"{name}[{layer}] is {x.dtype} {list(x.shape)}, but the plan is for {list(first.shape)}"
-        check_caches(k_cache, v_cache)
+        check_layouts(q, k_cache, v_cache)
     wrapper = plan(qs[0], *kv_caches[0], block_tables, context_lens)
     return [wrapper.run(q, kv) for q, kv in zip(qs, kv_caches)]
 
@@ -164,8 +164,9 @@ def rows_where(bad):
     return bad.reshape(len(bad), -1).any(1).nonzero().flatten().tolist()
 
 
-def check_caches(k_cache, v_cache):
-    """FlashInfer reads both caches with one set of strides and would not notice that they differ."""
+def check_layouts(q, k_cache, v_cache):
+    """FlashInfer reads both caches with one set of strides, and heads as dense rows: it would not notice otherwise."""
+    assert q.stride(-1) == 1, "q must be dense in its last dimension: call .contiguous() on it"
     assert k_cache.shape == v_cache.shape and k_cache.dtype == v_cache.dtype, "k_cache and v_cache must agree"
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         assert x.is_contiguous(), f"{name} must be contiguous [NB, page_size, Hkv, D]"
@@ -180,7 +181,7 @@ def workspace(device):
 def plan(q, k_cache, v_cache, block_tables, context_lens):
     """A wrapper planned for these pages, after the checks that FlashInfer leaves out."""
     (B, Hq, D), (NB, page_size, Hkv, _) = q.shape, k_cache.shape
-    check_caches(k_cache, v_cache)
+    check_layouts(q, k_cache, v_cache)
     assert B == len(block_tables), f"q has {B} rows but block_tables {len(block_tables)}: one query token a sequence"
     assert q.dtype == k_cache.dtype, f"q is {q.dtype} but k_cache {k_cache.dtype}"
     assert k_cache.shape[3] == D and Hq % Hkv == 0, f"q's [{Hq}, {D}] does not fit k_cache's [{Hkv}, {k_cache.shape[3]}]"

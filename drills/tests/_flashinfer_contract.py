@@ -29,11 +29,11 @@ PLAN_KEYWORDS: dict[str, Any] = {"pos_encoding_mode": "NONE", "rope_scale": None
 PLAN_KEYWORDS |= {"window_left": -1, "window_right": 0, "logits_soft_cap": None, "sm_scale": None}
 PLAN_KEYWORDS |= {"q_data_type": "float16", "kv_data_type": None, "o_data_type": None, "data_type": None}
 PLAN_KEYWORDS |= {"non_blocking": True, "fixed_split_size": None, "disable_split_kv": False}
-# Those left at their default here: they change the result in a way not written below, or repeat the CSR.
-_NOT_MODELLED = {"block_tables": None, "seq_lens": None, "q_len_per_req": 1, "is_causal": None}
-_NOT_MODELLED |= {"use_token_head_sf": False}
-PLAN_KEYWORDS |= _NOT_MODELLED
-_NOT_MODELLED |= {"pos_encoding_mode": "NONE", "window_right": 0}
+PLAN_KEYWORDS |= {"block_tables": None, "seq_lens": None, "q_len_per_req": 1, "is_causal": None}
+PLAN_KEYWORDS |= {"use_token_head_sf": False}
+# These have to keep their defaults: they change the result in a way not written below, or repeat the CSR.
+_NOT_MODELLED = ["pos_encoding_mode", "window_right", "q_len_per_req", "is_causal", "use_token_head_sf"]
+_NOT_MODELLED += ["block_tables", "seq_lens"]
 
 _GROUPS = (1, 2, 3, 4, 6, 8, 16)  # the group sizes that the kernel without tensor cores is compiled for
 
@@ -152,8 +152,9 @@ class BatchDecodeWithPagedKVCacheWrapper:
         self._workspace, self._kv_layout, self.device = workspace, kv_layout, workspace.device
         self.use_tensor_cores, self.is_cuda_graph_enabled = use_tensor_cores, use_cuda_graph
         self._planned: SimpleNamespace | None = None
-        self._buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
-        for short, buffer in zip(("indptr", "indices", "last_page_len"), self._buffers):
+        buffers: list[Any] = [paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer]
+        self._buffers = buffers
+        for short, buffer in zip(("indptr", "indices", "last_page_len"), buffers):
             name = f"paged_kv_{short}_buffer"
             if use_cuda_graph:
                 _check_int32(name, buffer, self.device)
@@ -188,8 +189,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
             raise RuntimeError("plan() was called in a CUDA graph capture, which breaks it; call it before")
         plan = SimpleNamespace(**(PLAN_KEYWORDS | kwargs), use_tensor_cores=self.use_tensor_cores)
         plan.is_causal = plan.is_causal or None  # one query attends to every key, masked or not
-        for name, default in _NOT_MODELLED.items():
-            _need_default(name, getattr(plan, name), default)
+        for name in _NOT_MODELLED:
+            _need_default(name, getattr(plan, name), PLAN_KEYWORDS[name])
         self._plan_heads(plan, num_qo_heads, num_kv_heads, head_dim, page_size)
         if plan.fixed_split_size is not None and not self.use_tensor_cores:
             raise ValueError(f"fixed_split_size is {plan.fixed_split_size}; it needs use_tensor_cores=True")
@@ -313,7 +314,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
             raise RuntimeError("run() was called before plan(); it needs one plan(), which serves many run()")
         return self._planned
 
-    def _check_inputs(self, plan: SimpleNamespace, q: Tensor, cache: Cache, q_shape: tuple) -> Any:
+    def _check_inputs(self, plan: SimpleNamespace, q: Tensor, cache: Any, q_shape: tuple) -> Any:
         if isinstance(cache, Tensor) and cache.ndim == 5 and cache.shape[1] == 2:
             cache = cache.unbind(1)
         if not isinstance(cache, tuple) or len(cache) != 2:
@@ -374,7 +375,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
             names = "[pos_encoding_mode, window_left, logits_soft_cap, sm_scale]"
             raise _silent(f"forward()'s {names} is {seen}; plan() was told {planned}: use run()")
         plan.sm_scale = sm_scale
-        scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        scales: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
         return self.run(q, paged_kv_cache, **scales, return_lse=_return_lse)
 
     begin_forward = plan
@@ -452,8 +453,8 @@ def _add_modules() -> Callable[[], None]:
     return remove
 
 
-def _light_module(name: str) -> ModuleType:
-    module = ModuleType(name, __doc__)
+def _light_module(name: str) -> Any:
+    module: Any = ModuleType(name, __doc__)
     # "cannot import name ... from" prints the file, so that a learner sees where this module comes from.
     module.__file__ = __file__
     module.__spec__ = importlib.machinery.ModuleSpec(name, None, origin=__file__)
