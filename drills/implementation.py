@@ -1,7 +1,7 @@
 """DRILLS_IMPL -> the functions under test. The suite reaches an implementation through this module only.
 
-    impl = implementation.selected()                       # what DRILLS_IMPL names
-    outcome = impl.run("slot_mapping", table, seq, pos, 4) # called, observed, and its arguments watched
+impl = implementation.selected()                       # what DRILLS_IMPL names
+outcome = impl.run("slot_mapping", table, seq, pos, 4) # called, observed, and its arguments watched
 """
 
 from __future__ import annotations
@@ -74,8 +74,31 @@ def select(name: str | None) -> Implementation:
 
 
 def selected() -> Implementation:
-    """What the environment variable DRILLS_IMPL selects."""
-    return select(os.environ.get("DRILLS_IMPL"))
+    """What the environment variable DRILLS_IMPL selects (or, inside `using`, what that was given)."""
+    return _in_use[-1] if _in_use else select(os.environ.get("DRILLS_IMPL"))
+
+
+_in_use: list[Implementation] = []
+
+
+@contextmanager
+def using(impl: Implementation) -> Iterator[None]:
+    """Within the block `selected()` is `impl`: how the suite is run on functions that are in no directory."""
+    _in_use.append(impl)
+    try:
+        yield
+    finally:
+        _in_use.pop()
+
+
+def reference_with(function: Callable[..., Any], name: str) -> Implementation:
+    """The solutions with one function replaced by another of its name."""
+    drill, _ = catalog.owner(function.__name__)
+    solutions = select("solutions")
+    module = types.ModuleType(drill.module)
+    vars(module).update({f.name: solutions.function(f.name) for f in drill.functions})
+    setattr(module, function.__name__, function)
+    return Implementation(name, Path(function.__code__.co_filename).parent, {drill.module: module})
 
 
 class Implementation:
@@ -99,7 +122,8 @@ class Implementation:
         kept = {name: _bits(value) for name, value in named.items() if name not in entry.writes}
         watched = {t.untyped_storage().data_ptr() for name in entry.writes for t in tensors(named.get(name))}
         outcome = Outcome()
-        capture = mock.patch("torch.cuda.is_current_stream_capturing", lambda: True) if capturing else nullcontext()
+        pretend = capturing or not torch.cuda.is_available()  # without a driver, asking raises
+        capture = mock.patch("torch.cuda.is_current_stream_capturing", lambda: capturing) if pretend else nullcontext()
         with _alone(), capture, watching(watched) as outcome.observed:
             try:
                 if forbid_sync and torch.cuda.is_available():
@@ -112,7 +136,7 @@ class Implementation:
                 if any(t.is_cuda for t in tensors(list(named.values()))):
                     torch.cuda.synchronize()  # a fault in a kernel belongs to this call
             except (Exception, SystemExit) as error:
-                outcome.raised = _cause(error)
+                outcome.raised = cause(error)
                 outcome.where = self._own_lines(error)
                 self.lost = self.lost or _gpu_lost(error)
         if isinstance(outcome.raised, NotImplementedError) and outcome.where:
@@ -254,7 +278,7 @@ def _bits(value: Any) -> list[Any]:
     return found or [repr(value)]
 
 
-def _cause(error: BaseException) -> BaseException:
+def cause(error: BaseException) -> BaseException:
     """Triton's interpreter wraps what a kernel raised: the learner needs the inner one."""
     while type(error).__name__ == "InterpreterError" and error.__cause__ is not None:
         error = error.__cause__

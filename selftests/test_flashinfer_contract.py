@@ -36,13 +36,13 @@ def workspace(size: int = 16 << 20) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8)
 
 
-def made(**arguments: Any) -> contract.BatchDecodeWithPagedKVCacheWrapper:
+def made(**arguments: Any) -> Any:
     return contract.BatchDecodeWithPagedKVCacheWrapper(
         **({"float_workspace_buffer": workspace()} | arguments)
     )
 
 
-PLAN = {
+PLAN: dict[str, Any] = {
     "indptr": int32(ROWS),
     "indices": int32(PAGES),
     "last_page_len": int32(LAST),
@@ -54,7 +54,7 @@ PLAN = {
 }
 
 
-def planned(make: dict[str, Any] | None = None, **plan: Any) -> contract.BatchDecodeWithPagedKVCacheWrapper:
+def planned(make: dict[str, Any] | None = None, **plan: Any) -> Any:
     wrapper = made(**(make or {}))
     wrapper.plan(**(PLAN | plan))
     return wrapper
@@ -105,7 +105,7 @@ def expected(
     return out, lse
 
 
-def check(result: tuple[torch.Tensor, torch.Tensor], want: tuple[torch.Tensor, torch.Tensor]) -> None:
+def check(result: Any, want: tuple[torch.Tensor, torch.Tensor]) -> None:
     torch.testing.assert_close(result[0].double(), want[0], atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(result[1].double(), want[1], atol=1e-5, rtol=1e-6)
 
@@ -382,12 +382,12 @@ def test_what_changes_no_result_is_taken() -> None:
 
 
 def test_workspace() -> None:
-    long = {
+    long: dict[str, Any] = {
         "indptr": int32([0, 2048]),
         "indices": torch.arange(2048, dtype=torch.int32),
         "last_page_len": int32([16]),
     }
-    shape = {"num_qo_heads": 8, "num_kv_heads": 2, "head_dim": 64, "page_size": 16}
+    shape: dict[str, Any] = {"num_qo_heads": 8, "num_kv_heads": 2, "head_dim": 64, "page_size": 16}
     with pytest.raises(RuntimeError, match="float_workspace_buffer has 1024 bytes.* or more.*split-KV"):
         planned({"float_workspace_buffer": workspace(1024)}, **long, **shape)
     planned(**long, **shape)
@@ -397,7 +397,7 @@ def test_workspace() -> None:
             graph_buffers() | {"float_workspace_buffer": workspace(1024)}
         )  # captured: room for later plans
     for hq, hkv, d, batch in ((16, 1, 256, 1), (128, 8, 256, 65), (32, 8, 128, 64), (1, 1, 8, 527)):
-        csr = {
+        csr: dict[str, Any] = {
             "indptr": 64 * torch.arange(batch + 1, dtype=torch.int32),
             "indices": torch.zeros(64 * batch, dtype=torch.int32),
             "last_page_len": torch.ones(batch, dtype=torch.int32),
@@ -612,7 +612,7 @@ def real() -> dict[str, dict[str, list[list[str]]]]:
         for name in loaded():
             patch.delitem(sys.modules, name)
         spec = importlib.machinery.PathFinder.find_spec("flashinfer")
-    if spec is None:
+    if spec is None or not spec.submodule_search_locations:
         pytest.skip("FlashInfer is not installed, so there is nothing to compare with")
     source = Path(spec.submodule_search_locations[0], "decode.py").read_text()
     found: dict[str, dict[str, list[list[str]]]] = {}
@@ -628,16 +628,22 @@ def real() -> dict[str, dict[str, list[list[str]]]]:
 
 def parsed(args: ast.arguments) -> list[list[str]]:
     """Name, kind and default of each parameter, as `parameters` gives them."""
+    found = []
+
+    def add(kind: str, arg: ast.arg | None, default: ast.expr | None = None) -> None:
+        if arg is not None:
+            found.append([arg.arg, kind, "none" if default is None else repr(ast.literal_eval(default))])
+
     positional = args.posonlyargs + args.args
-    defaults = [None] * (len(positional) - len(args.defaults)) + args.defaults
-    kinds = [(positional, defaults, "POSITIONAL_OR_KEYWORD"), ([args.vararg], [None], "VAR_POSITIONAL")]
-    kinds += [(args.kwonlyargs, args.kw_defaults, "KEYWORD_ONLY"), ([args.kwarg], [None], "VAR_KEYWORD")]
-    return [
-        [arg.arg, kind, "none" if default is None else repr(ast.literal_eval(default))]
-        for group, defaults, kind in kinds
-        for arg, default in zip(group, defaults)
-        if arg is not None
-    ]
+    for arg, default in zip(
+        positional, [None] * (len(positional) - len(args.defaults)) + list(args.defaults)
+    ):
+        add("POSITIONAL_OR_KEYWORD", arg, default)
+    add("VAR_POSITIONAL", args.vararg)
+    for arg, default in zip(args.kwonlyargs, args.kw_defaults):
+        add("KEYWORD_ONLY", arg, default)
+    add("VAR_KEYWORD", args.kwarg)
+    return found
 
 
 def parameters(function: Any) -> list[list[str]]:
@@ -653,7 +659,7 @@ def assert_same(what: str, ours: list[list[str]], theirs: list[list[str]]) -> No
     moved = [n for n in names if n in now and not (new or gone) and names.index(n) != now.index(n)]
     changed = [f"{o} is now {t}" for o in ours for t in theirs if o[0] == t[0] and o != t]
     assert ours == theirs, (
-        f"FlashInfer's {what} has changed: new {new}, gone {gone}, moved {moved}, changed {changed}, order {now}. "
+        f"FlashInfer's {what} has changed: new {new}, gone {gone}, moved {moved}, changed {changed}. "
         "Bring drills/tests/_flashinfer_contract.py up to it, and see what it means for the drills."
     )
 

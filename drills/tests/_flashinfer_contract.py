@@ -142,9 +142,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         if not isinstance(workspace, Tensor):
             raise TypeError(f"float_workspace_buffer is a {type(workspace).__name__}; it has to be a tensor")
         if workspace.ndim != 1 or not workspace.is_contiguous():
-            raise ValueError(
-                f"float_workspace_buffer is {list(workspace.shape)}; it has to be 1-D, contiguous"
-            )
+            raise ValueError(f"float_workspace_buffer is {list(workspace.shape)}; it has to be 1-D, contiguous")
         if workspace.device.type != "cpu":
             raise ValueError(f"float_workspace_buffer is on {workspace.device}; it has to be on the CPU here")
         if off := workspace.data_ptr() % 16:
@@ -319,9 +317,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
             cache = cache.unbind(1)
         if not isinstance(cache, tuple) or len(cache) != 2:
             seen = list(cache.shape) if isinstance(cache, Tensor) else type(cache).__name__
-            raise TypeError(
-                f"paged_kv_cache is {seen}; it has to be a tuple (k, v) or a tensor [pages, 2, ...]"
-            )
+            raise TypeError(f"paged_kv_cache is {seen}; it has to be a tuple (k, v) or a tensor [pages, 2, ...]")
         sizes, axes = (plan.page_size, plan.num_kv_heads), "page_size, num_kv_heads"
         if self._kv_layout == "HND":
             sizes, axes = sizes[::-1], "num_kv_heads, page_size"
@@ -336,9 +332,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
             if tensor.device != self.device:
                 raise ValueError(f"{name} is on {tensor.device}; it has to be on {self.device}")
             if tensor.shape != needed:
-                raise _silent(
-                    f"{name} has shape {list(tensor.shape)}; {meaning} as planned is {list(needed)}"
-                )
+                raise _silent(f"{name} has shape {list(tensor.shape)}; {meaning} as planned is {list(needed)}")
             if tensor.stride(-1) != 1 and needed[-1] != 1:
                 raise _silent(f"{name} has stride {tensor.stride(-1)} in its last dimension; it has to be 1")
         k, v = cache

@@ -10,25 +10,30 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
+import pytest
 import torch
 
-from drills import catalog
-from drills.implementation import Implementation, Outcome, first_line, tensors
+from drills import catalog, mistakes
+from drills.implementation import Implementation, Outcome, cause, first_line, tensors
 from drills.tests._paged import allocation, copy_of
 
 REFUSALS = (AssertionError, ValueError, TypeError, IndexError)
+ROOM = 1 << 16  # bytes on either side of an allocation when a mistake is tried on it
 SHOWN_VALUES = 12  # a tensor with more is named by its shape
 
 
-class Verdict(AssertionError):
+class Verdict(pytest.fail.Exception):
     """A failed check. Its text is all that the learner is shown."""
+
+    def __init__(self, text: str):
+        super().__init__(text, pytrace=False)
 
 
 class Judge:
     """Runs one test's calls through an implementation. Each method returns only when all is well."""
 
-    def __init__(self, impl: Implementation, drill: catalog.Drill, stage: int, title: str):
-        self.impl, self.drill, self.stage, self.title = impl, drill, stage, title
+    def __init__(self, impl: Implementation, drill: catalog.Drill, stage: int, test: str, title: str):
+        self.impl, self.drill, self.stage, self.test, self.title = impl, drill, stage, test, title
 
     def agrees(
         self,
@@ -66,16 +71,18 @@ class Judge:
         before = copy_of(list(args))
         outcome = self.impl.run(function, *args, **options)
         if outcome.raised is None:
-            self.fail(function, before, ["returned as if all were well", f"but {because}: refuse it"], None, outcome)
+            self.fail(
+                function, before, ["returned as if all were well", f"but {because}: refuse it"], None, outcome, [*args]
+            )
         if not isinstance(outcome.raised, REFUSALS + also):
             problem = [*_raised(outcome), f"{because}: refuse it with an AssertionError that names the argument"]
-            self.fail(function, before, problem, None, outcome)
-        self._untouched(function, before, args, outcome)
+            self.fail(function, before, problem, None, outcome, [*args])
+        self._untouched(function, before, args)
 
-    def _untouched(self, function: str, before: list[Any], args: tuple[Any, ...], outcome: Outcome) -> None:
+    def _untouched(self, function: str, before: list[Any], args: tuple[Any, ...]) -> None:
         for old, new in zip(tensors(before), tensors(list(args))):
             if not _same_bits(allocation(old), allocation(new)):
-                self.fail(function, before, ["refused, but after it had written: check before any write"], None, outcome)
+                self.fail(function, before, ["refused, but after it had written: check before any write"], None)
 
     def call(
         self,
@@ -89,11 +96,11 @@ class Judge:
         before = list(args) if huge else copy_of(list(args))
         outcome = self.impl.run(function, *args, **options)
         if or_refuses and isinstance(outcome.raised, or_refuses):
-            self._untouched(function, before, args, outcome)
+            self._untouched(function, before, args)
         elif outcome.raised is not None:
-            self.fail(function, before, _raised(outcome), None, outcome)
+            self.fail(function, before, _raised(outcome), None, outcome, [*args])
         for name in outcome.disturbed:
-            self.fail(function, before, [f"changed its argument {name}, which it should only read"], None, outcome)
+            self.fail(function, before, [f"changed its argument {name}, which it should only read"])
         return outcome
 
     def fail(
@@ -105,17 +112,59 @@ class Judge:
         outcome: Outcome | None = None,
         after: list[Any] | None = None,
     ) -> NoReturn:
-        """Raise the verdict. args: the arguments as they were before the call."""
+        """Raise the verdict. args: the arguments before the call. With the outcome, and the arguments after it, the
+        catalogue of mistakes is asked for one that does the same."""
         lines = [f"  {_call_line(function, args)}", *(f"  {line}" for line in problem)]
-        if hint:
+        found = None
+        if outcome is not None:
+            found = mistakes.diagnose(
+                function, self.test, lambda made: _does_the_same(made, function, args, outcome, after)
+            )
+        if found:
+            lines.append(f"  This is {found.name}: {found.lesson}")
+            if found.seen:
+                lines.append(f"  It has happened: {', '.join(found.seen)}.")
+        elif hint:
             lines.append(f"  {hint}")
-        lines.append(f"  Read {self.drill.section(self.stage)}")
+        lines.append(f"  Read {found.read if found else self.drill.section(self.stage)}")
         raise Verdict("\n".join([self.heading, *lines]))
 
     @property
     def heading(self) -> str:
         stage = self.drill.stages[self.stage - 1].title
         return f"{self.drill.id} · stage {self.stage} of {len(self.drill.stages)}, {stage} · {self.title}"
+
+
+def _does_the_same(
+    made: Callable[..., Any], function: str, before: list[Any], outcome: Outcome, after: list[Any] | None
+) -> bool:
+    """Whether `made` does on the same arguments exactly what the outcome shows: result, error, and damage in memory."""
+    trial = copy_of(before, pad=ROOM)  # what it writes out of bounds must not end this process
+    try:
+        result = made(*trial)
+    except Exception as error:
+        error = cause(error)
+        return type(error) is type(outcome.raised) and first_line(error) == first_line(outcome.raised)
+    if outcome.raised is not None or not _same_result(result, outcome.returned):
+        return False
+    for x, y in zip(tensors(after), tensors(trial)):
+        edge = ROOM // x.element_size()
+        damage, found = allocation(y)[edge:-edge], allocation(x)
+        if not _same_bits(damage, found):
+            return False
+    return True
+
+
+def _same_result(x: Any, y: Any) -> bool:
+    if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
+        if x.shape != y.shape or x.dtype != y.dtype or x.device != y.device or x.stride() != y.stride():
+            return False
+        if x.dtype in (torch.float16, torch.bfloat16):  # attention: another order of additions is the same mistake
+            return torch.allclose(x.float(), y.float(), rtol=2e-2, atol=2e-3, equal_nan=True)
+        return _same_bits(x.cpu(), y.cpu())
+    if isinstance(x, (list, tuple)) and isinstance(y, (list, tuple)):
+        return len(x) == len(y) and all(map(_same_result, x, y))
+    return type(x) is type(y) and x == y
 
 
 def _call_line(function: str, args: list[Any]) -> str:

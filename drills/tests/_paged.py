@@ -6,14 +6,13 @@ lengths are ragged and some are exact multiples of the page, whatever the contra
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-ON_GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
-DEVICE = "cuda" if ON_GPU else "cpu"
+from drills.lane import DEVICE
+
 POISON = (-1, 2**30, 999, -7)  # page ids past the live part of a row: reading one must show
 GUARD_ROWS = 12
 

@@ -69,7 +69,10 @@ class Scoreboard:
             for reason, number in self.skips[drill.id].items():
                 yield f"  {number} skipped: {reason}", {"yellow": True}
             if self.held[drill.id]:
-                yield f"  {self.held[drill.id]} failures held back until the first are mended (--everything shows them)", {}
+                yield (
+                    f"  {self.held[drill.id]} failures held back until the first are mended (--everything shows them)",
+                    {},
+                )
             yield from ((f"  {line}", {"bold": True}) for line in self.next_step(drill))
 
     def next_step(self, drill: catalog.Drill) -> Iterator[str]:

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-
 import pytest
-import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
-
-from drills import catalog, implementation, no_triton
+from drills import catalog, implementation, lane, no_triton
 from drills.tests import _flashinfer_contract, _scoreboard
 from drills.tests._judge import Judge, Verdict
-from drills.tests._paged import ON_GPU
 
 no_triton.install_if_missing()
-if not ON_GPU:
+if not lane.ON_GPU:
     _flashinfer_contract.install()
 
-SECONDS_A_TEST = 300 if ON_GPU else 30  # FlashInfer compiles at its first use on a GPU
+SECONDS_A_TEST = 300 if lane.ON_GPU else 30  # FlashInfer compiles at its first use on a GPU
 TIMEOUTS_A_DRILL = 2  # after as many hanging tests the drill's others are not waited for
 
 impl_key = pytest.StashKey[implementation.Implementation]()
@@ -44,15 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
     impl = config.stash[impl_key]
-    return [f"drills: {impl.name} ({impl.directory})", f"lane: {lane()}"]
-
-
-def lane() -> str:
-    """Where the results of this run were seen."""
-    if ON_GPU:
-        return f"GPU, {torch.cuda.get_device_name()}"
-    how = "Triton's interpreter" if importlib.util.find_spec("triton") else "no Triton on this platform"
-    return f"CPU, {how} and a strict stand-in for FlashInfer"
+    return [f"drills: {impl.name} ({impl.directory})", f"lane: {lane.describe()}"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -62,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(SECONDS_A_TEST))
         gpu = item.get_closest_marker("gpu")
-        if gpu and not ON_GPU:
+        if gpu and not lane.ON_GPU:
             item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {gpu.args[0]}"))
         if item.get_closest_marker("kernel") and no_triton.MISSING:
             item.add_marker(pytest.mark.skip(reason=f"needs Triton: {no_triton.WHY}"))
@@ -90,8 +74,12 @@ def title_of(item: pytest.Item) -> str:
 
 @pytest.fixture
 def judge(request: pytest.FixtureRequest) -> Judge:
-    item = request.node
-    return Judge(request.config.stash[impl_key], drill_of(item), stage_of(item), title_of(item))
+    return judge_of(request.node)
+
+
+def judge_of(item: pytest.Item) -> Judge:
+    test = getattr(item, "originalname", item.name)
+    return Judge(item.config.stash[impl_key], drill_of(item), stage_of(item), test, title_of(item))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -110,8 +98,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
     if isinstance(error, implementation.NotStarted):
         state, text = "not started", str(error)
     elif isinstance(error, implementation.Unusable):
-        judge = Judge(item.config.stash[impl_key], drill_of(item), stage_of(item), title_of(item))
-        state, text = "unusable", f"{judge.heading}\n  " + str(error).replace("\n", "\n  ")
+        state, text = "unusable", f"{judge_of(item).heading}\n  " + str(error).replace("\n", "\n  ")
     elif isinstance(error, Verdict):
         text = str(error)
     elif report.failed and "Timeout (>" in str(error):

@@ -9,11 +9,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from drills.lane import DEVICE, ON_GPU
 from drills.tests import _oracle
 from drills.tests._judge import REFUSALS
 from drills.tests._paged import (
-    DEVICE,
-    ON_GPU,
     Batch,
     batch,
     filled_caches,

@@ -7,11 +7,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from drills.lane import DEVICE, ON_GPU
 from drills.tests import _oracle
 from drills.tests._judge import REFUSALS
 from drills.tests._paged import (
-    DEVICE,
-    ON_GPU,
     any_bits,
     batch,
     caches,
@@ -228,7 +227,7 @@ def test_every_slot(judge):
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 def test_write_block_sizes(judge, block_size):
     """block sizes of every kind"""
-    write(judge, [2 * block_size, 0, 3 * block_size - 1], block_size=block_size)
+    write(judge, [2 * block_size, 0, 4 * block_size - 1], blocks=4, block_size=block_size)
 
 
 @pytest.mark.kernel
@@ -421,7 +420,7 @@ def test_a_cache_past_int32(judge, slot):
         room[at : at + width] = 77
     args = key, value, k_cache, v_cache, ints([slot], torch.int64)
     judge.call("reshape_and_cache", *args, huge=True)
-    small = [*args[:2], *(f"[131074,16,8,128 int8]" for _ in "kv"), args[4]]
+    small = [*args[:2], *("[131074,16,8,128 int8]" for _ in "kv"), args[4]]
     for (spot, at), row in zip(spots.items(), (value, key)):
         if not torch.equal(room[at : at + width], row.flatten()):
             hit = [name for name, start in wraps.items() if start >= 0 and (room[start : start + width] != 77).any()]

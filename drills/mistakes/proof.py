@@ -1,0 +1,110 @@
+"""The proof that the suite sees each mistake: the graded suite run on the reference with one function replaced.
+
+One process runs many mistakes, for torch is imported once; `prove` shares them out over several processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from drills import catalog
+
+
+@dataclass
+class Proof:
+    """What the suite said of one implementation."""
+
+    name: str
+    failed: dict[str, str] = field(default_factory=dict)  # test, with its parameters -> the message
+    stages: dict[str, int] = field(default_factory=dict)  # test -> its stage
+    passed: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+
+    @property
+    def killers(self) -> set[str]:
+        """The tests that failed, by function name."""
+        return {test.partition("[")[0] for test in self.failed}
+
+    @property
+    def first_diagnosis(self) -> str | None:
+        """The mistake named by the first message that names one."""
+        for message in self.failed.values():
+            for line in message.splitlines():
+                if line.strip().startswith("This is "):
+                    return line.strip().removeprefix("This is ").partition(":")[0]
+        return None
+
+
+def run(name: str, function: Callable[..., Any], keep: Callable[[str, int], bool]) -> Proof:
+    """Run the tests that `keep(test name, stage)` wants, in this process, with `function` in the reference's place."""
+    import pytest
+
+    from drills import implementation
+
+    drill, _ = catalog.owner(function.__name__)
+    proof = Proof(name)
+
+    class Watch:
+        @pytest.hookimpl(trylast=True)
+        def pytest_collection_modifyitems(self, items):
+            items[:] = [i for i in items if keep(i.originalname, dict(i.user_properties)["stage"])]
+
+        def pytest_runtest_logreport(self, report):
+            test = report.nodeid.rpartition("::")[2]
+            if report.failed:
+                proof.failed[test] = report.longreprtext
+                proof.stages[test] = dict(report.user_properties)["stage"]
+            elif report.skipped:
+                proof.skipped.append(test)
+            elif report.when == "call":
+                proof.passed.append(test)
+
+    with implementation.using(implementation.reference_with(function, name)), contextlib.redirect_stdout(io.StringIO()):
+        status = pytest.main(
+            [str(drill.tests), "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--everything", f"--rootdir={catalog.PACKAGE.parent}"],
+            plugins=[Watch()],
+        )  # fmt: skip
+    if status not in (0, 1, 5):
+        raise RuntimeError(f"pytest could not run {drill.tests.name} on {name}: status {status}")
+    return proof
+
+
+def prove(names: Iterable[str], workers: int = 2) -> Iterator[Proof]:
+    """The proofs of the mistakes called `names`, as they come in, from `workers` processes."""
+    names = list(names)
+    shares = [share for share in (names[i::workers] for i in range(workers)) if share]
+    children = [
+        subprocess.Popen([sys.executable, "-m", __name__, *share], stdout=subprocess.PIPE, text=True, cwd=catalog.PACKAGE.parent,
+                         env=os.environ | {"OMP_NUM_THREADS": "1"})
+        for share in shares
+    ]  # fmt: skip
+    for child, share in zip(children, shares):
+        assert child.stdout is not None
+        for line, name in zip(child.stdout, share):
+            yield Proof(**json.loads(line))
+        if child.wait() != 0:
+            raise RuntimeError(f"the process that ran {', '.join(share)} ended with status {child.returncode}")
+
+
+def main(names: list[str]) -> None:
+    """In a child: a line of JSON for each mistake."""
+    from drills.mistakes import catalogue
+
+    entries = {entry.name: entry for entry in catalogue()}
+    for name in names:
+        entry, function = entries[name], entries[name].make()
+        stages = {n for n, stage in enumerate(entry.drill.stages, 1) if stage.function == function.__name__}
+        proof = run(name, function, lambda test, stage: stage in stages or test in entry.fails)
+        print(json.dumps(vars(proof)), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
