@@ -257,7 +257,7 @@ class _Refuse(importlib.abc.MetaPathFinder):
     def find_spec(fullname, path=None, target=None):
         if fullname.startswith(OFF_LIMITS):
             raise ImportError(f"{fullname} is not for an implementation to import: the drill is to write it")
-        return None
+        return
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -75,25 +75,28 @@ class _Ops(TorchDispatchMode):
         self.seen.ops.append(name)
         if name in WAITING_OPS and not (name == "aten::repeat_interleave" and kwargs.get("output_size") is not None):
             self.read(WAITING_OPS[name], 1)
-        elif name in ("aten::index", "aten::index_put_", "aten::_index_put_impl_"):
-            if any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]):
-                # An assignment of one value through a mask is a masked fill and does not wait.
-                if name == "aten::index" or args[2].numel() != 1:
-                    self.read("a boolean mask as an index: the size of its result must be read", 1)
+        elif name in ("aten::index", "aten::index_put_") and _by_mask(name, args):
+            self.read("a boolean mask as an index: the size of its result must be read", 1)
         for spec, value in zip(func._schema.arguments, args):
-            if spec.alias_info is not None and spec.alias_info.is_write and isinstance(value, torch.Tensor):
-                if value.untyped_storage().data_ptr() in self.watched:
-                    self.seen.torch_writes.append(name)
+            written = spec.alias_info is not None and spec.alias_info.is_write and isinstance(value, torch.Tensor)
+            if written and value.untyped_storage().data_ptr() in self.watched:
+                self.seen.torch_writes.append(name)
         result = func(*args, **kwargs)
         source = args[1] if name == "aten::copy_" else args[0] if args else None
-        if isinstance(source, torch.Tensor) and isinstance(result, torch.Tensor):
-            if source.is_cuda and not result.is_cuda and not kwargs.get("non_blocking"):
-                self.read("a copy from the GPU to the host", source.numel())
+        both = isinstance(source, torch.Tensor) and isinstance(result, torch.Tensor)
+        if both and source.is_cuda and not result.is_cuda and not kwargs.get("non_blocking"):
+            self.read("a copy from the GPU to the host", source.numel())
         return result
 
     def read(self, how: str, values: int) -> None:
         self.seen.host_reads.append(how)
         self.seen.values_read += values
+
+
+def _by_mask(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether an indexing operation must first count a mask. Assigning one value is a masked fill, and need not."""
+    masks = any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
+    return masks and (name == "aten::index" or args[2].numel() != 1)
 
 
 class _Calls(TorchFunctionMode):

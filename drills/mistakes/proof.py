@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from drills import catalog
+from drills.mistakes import Mistake, catalogue
 
 
 @dataclass
@@ -67,11 +68,9 @@ def run(name: str, function: Callable[..., Any], keep: Callable[[str, int], bool
             elif report.when == "call":
                 proof.passed.append(test)
 
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--everything", f"--rootdir={catalog.PACKAGE.parent}"]
     with implementation.using(implementation.reference_with(function, name)), contextlib.redirect_stdout(io.StringIO()):
-        status = pytest.main(
-            [str(drill.tests), "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--everything", f"--rootdir={catalog.PACKAGE.parent}"],
-            plugins=[Watch()],
-        )  # fmt: skip
+        status = pytest.main([str(drill.tests), *options], plugins=[Watch()])
     if status not in (0, 1, 5):
         raise RuntimeError(f"pytest could not run {drill.tests.name} on {name}: status {status}")
     return proof
@@ -80,30 +79,34 @@ def run(name: str, function: Callable[..., Any], keep: Callable[[str, int], bool
 def prove(names: Iterable[str], workers: int = 2) -> Iterator[Proof]:
     """The proofs of the mistakes called `names`, as they come in, from `workers` processes."""
     names = list(names)
-    shares = [share for share in (names[i::workers] for i in range(workers)) if share]
-    children = [
-        subprocess.Popen([sys.executable, "-m", __name__, *share], stdout=subprocess.PIPE, text=True, cwd=catalog.PACKAGE.parent,
-                         env=os.environ | {"OMP_NUM_THREADS": "1"})
-        for share in shares
-    ]  # fmt: skip
-    for child, share in zip(children, shares):
+    children = {}
+    for first in range(min(workers, len(names))):
+        share = names[first::workers]
+        command = [sys.executable, "-m", "drills.mistakes.proof", *share]
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        children[" ".join(share)] = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, cwd=catalog.PACKAGE.parent, env=env
+        )
+    for share, child in children.items():
         assert child.stdout is not None
-        for line, name in zip(child.stdout, share):
+        for line in child.stdout:
             yield Proof(**json.loads(line))
         if child.wait() != 0:
-            raise RuntimeError(f"the process that ran {', '.join(share)} ended with status {child.returncode}")
+            raise RuntimeError(f"the process that ran {share} ended with status {child.returncode}")
+
+
+def prove_one(entry: Mistake) -> Proof:
+    """The proof of one mistake, in this process: the tests of its function's stages, and those it names."""
+    function = entry.make()
+    stages = {n for n, stage in enumerate(entry.drill.stages, 1) if stage.function == function.__name__}
+    return run(entry.name, function, lambda test, stage: stage in stages or test in entry.fails)
 
 
 def main(names: list[str]) -> None:
     """In a child: a line of JSON for each mistake."""
-    from drills.mistakes import catalogue
-
     entries = {entry.name: entry for entry in catalogue()}
     for name in names:
-        entry, function = entries[name], entries[name].make()
-        stages = {n for n, stage in enumerate(entry.drill.stages, 1) if stage.function == function.__name__}
-        proof = run(name, function, lambda test, stage: stage in stages or test in entry.fails)
-        print(json.dumps(vars(proof)), flush=True)
+        print(json.dumps(vars(prove_one(entries[name]))), flush=True)
 
 
 if __name__ == "__main__":

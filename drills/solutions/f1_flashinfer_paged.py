@@ -182,7 +182,7 @@ def plan(q, k_cache, v_cache, block_tables, context_lens):
     """A wrapper planned for these pages, after the checks that FlashInfer leaves out."""
     (B, Hq, D), (NB, page_size, Hkv, _) = q.shape, k_cache.shape
     check_layouts(q, k_cache, v_cache)
-    assert B == len(block_tables), f"q has {B} rows but block_tables {len(block_tables)}: one query token a sequence"
+    assert len(block_tables) == B, f"q has {B} rows but block_tables {len(block_tables)}: one query token a sequence"
     assert q.dtype == k_cache.dtype, f"q is {q.dtype} but k_cache {k_cache.dtype}"
     assert k_cache.shape[3] == D and Hq % Hkv == 0, f"q's [{Hq}, {D}] does not fit k_cache's [{Hkv}, {k_cache.shape[3]}]"
     csr = block_table_to_csr(block_tables, context_lens, page_size)

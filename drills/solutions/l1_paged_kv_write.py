@@ -1,7 +1,7 @@
-"""L1 · Write new K/V rows into a paged cache.
+"""L1 · Write new K and V rows into a paged cache.
 
 The cache is a pool of blocks, [NB, BS, H, D]. Seen as NB·BS rows of H·D values, a row's number is its slot.
-vLLM calls the pair below slot_mapping and reshape_and_cache (PagedAttention, arXiv 2309.06180, section 4).
+vLLM calls the two functions by these names (PagedAttention, arXiv 2309.06180, section 4).
 """
 
 import torch
@@ -25,10 +25,9 @@ def slot_mapping(block_table, seq_idx, positions, block_size):
     assert block_size >= 1, f"block_size must be at least 1, got {block_size}"
     assert seq_idx.shape == positions.shape, "seq_idx and positions must both be [T]: one entry a token"
     assert ((seq_idx >= 0) & (seq_idx < B)).all(), f"seq_idx must be in 0..{B - 1}, the rows of block_table"
-    assert ((positions >= 0) & (positions < W * block_size)).all(), (
-        f"positions must be in 0..{W * block_size - 1}: block_table has {W} columns, allocate the block first"
-    )
-    blocks = block_table[seq_idx.long(), positions.long() // block_size].long()  # int32 ids · block_size overflow
+    assert (positions >= 0).all(), "positions must not be negative: they count from a sequence's first token"
+    assert (positions < W * block_size).all(), f"positions must be below {W * block_size}, where block_table's rows end"
+    blocks = block_table[seq_idx.long(), positions.long() // block_size].long()  # int32 id · block_size would overflow
     assert (blocks >= 0).all(), "block_table holds a negative id where a token goes: allocate the block first"
     return blocks * block_size + positions % block_size
 
@@ -54,28 +53,27 @@ def reshape_and_cache(key, value, k_cache, v_cache, slots):
     key, value [T', H, D], T' >= T: rows past slots are padding. Each row's [H, D] is dense; the row strides are
     free, and need not agree (views of one fused QKV tensor). k_cache, v_cache [NB, BS, H, D], contiguous.
     slots [T] int64, contiguous: a negative slot is padding, nothing is read or written for it; no two others equal.
-    One dtype for all four, of 1, 2 or 4 bytes; any H·D; every offset in int64; T = 0 is fine. No slot's value is
-    checked, that would wait for the GPU. What is not addressed stays as it was.
+    One dtype for all four, of 1, 2 or 4 bytes; any H·D; every offset in int64; T = 0 is fine. Slots past the cache
+    are not looked for, that would wait for the GPU. What is not addressed stays as it was.
     Refused before anything is written (AssertionError naming the argument): shapes, dtypes or devices that
     disagree, fewer rows than slots, a row that is not dense, a cache or slots not contiguous, slots not int64.
 
     >>> reshape_and_cache(key, value, k_cache, v_cache, slots=[13, -1, 10])  # BS = 4
     # key[0] -> k_cache[3, 1]; token 1 is padding; key[2] -> k_cache[2, 2]; value likewise
     """
-    T, H, D = slots.numel(), *k_cache.shape[2:]
-    assert slots.dtype == torch.int64 and slots.dim() == 1 and slots.is_contiguous(), "slots must be [T], int64, dense"
-    assert k_cache.shape == v_cache.shape, "k_cache and v_cache must have one shape, [NB, BS, H, D]"
-    for name, x in {"key": key, "value": value, "v_cache": v_cache, "k_cache": k_cache}.items():
-        assert x.dtype == k_cache.dtype, f"{name} is {x.dtype} but k_cache {k_cache.dtype}: convert it first"
-        assert x.device == slots.device, f"{name} is on {x.device} but slots on {slots.device}: move one"
+    assert slots.dtype == torch.int64 and slots.dim() == 1 and slots.is_contiguous(), "slots must be [T] int64, dense"
+    assert k_cache.dim() == 4 and k_cache.shape == v_cache.shape, "k_cache and v_cache must both be [NB, BS, H, D]"
+    T, HD = len(slots), k_cache[0, 0].numel()
+    for name, x in {"key": key, "value": value, "k_cache": k_cache, "v_cache": v_cache}.items():
+        same = x.dtype == k_cache.dtype and x.device == slots.device
+        assert same, f"{name} is {x.dtype} on {x.device}, expected {k_cache.dtype} on {slots.device}: convert it first"
+        assert x.shape[-2:] == k_cache.shape[2:], f"{name} must end in [H, D] = {list(k_cache.shape[2:])}, got {x.shape}"
     for name, x in {"key": key, "value": value}.items():
-        assert x.dim() == 3 and x.shape[1:] == (H, D), f"{name} must be [T', {H}, {D}] like the caches, got {x.shape}"
-        assert len(x) >= T, f"{name} has {len(x)} rows for {T} slots: it needs one a slot"
+        assert x.dim() == 3 and len(x) >= T, f"{name} must be [T', H, D] with a row a slot, {T} or more, got {x.shape}"
         assert x[:1].is_contiguous(), f"{name}'s rows must be dense [H, D]: call .contiguous() on it"
     for name, x in {"k_cache": k_cache, "v_cache": v_cache}.items():
-        assert x.is_contiguous(), f"{name} must be contiguous: pass the cache itself, not a strided view"
+        assert x.is_contiguous(), f"{name} must be contiguous: pass the cache itself, not a strided view of it"
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[key.element_size()]  # a copy moves bits, not numbers
     key, value, k_cache, v_cache = (x.view(bits) for x in (key, value, k_cache, v_cache))
-    reshape_and_cache_kernel[(T,)](
-        key, value, k_cache, v_cache, slots, key.stride(0), value.stride(0), HD=H * D, TILE=triton.next_power_of_2(H * D)
-    )  # fmt: skip
+    strides, tile = (key.stride(0), value.stride(0)), triton.next_power_of_2(HD)
+    reshape_and_cache_kernel[(T,)](key, value, k_cache, v_cache, slots, *strides, HD=HD, TILE=tile)

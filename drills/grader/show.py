@@ -1,0 +1,87 @@
+"""A grading on the terminal: how far it is, what there is to mend, and the table."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from drills.grader.run import DrillReport, Report
+
+MOST_MESSAGES = 5  # of one drill
+COLUMNS = ("passed", "failed", "not started", "skipped", "missing")
+
+
+class Watch:
+    """How far it is: a bar on a terminal, elsewhere a line a stage."""
+
+    def __init__(self, console: Console):
+        columns = TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn()
+        self.console, self.bar = console, Progress(*columns, console=console, disable=not console.is_terminal)
+        self.tasks: dict[str, TaskID] = {}
+        self.last: tuple[str, int] | None = None
+
+    def __enter__(self) -> Watch:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.bar.stop()
+
+    def __call__(self, report: DrillReport) -> None:
+        drill, test = report.drill, report.current
+        if drill.id not in self.tasks:
+            self.tasks[drill.id] = self.bar.add_task(drill.id, total=None)
+        what = f"{drill.id} · {drill.stages[test.stage - 1].title} · {test.title}" if test else drill.id
+        of = len(report.tests) or None
+        self.bar.update(self.tasks[drill.id], description=escape(f"{what:<60.60}"), completed=report.done, total=of)
+        if test and not self.console.is_terminal and self.last != (drill.id, test.stage):
+            self.last = drill.id, test.stage
+            stage = drill.stages[test.stage - 1].title
+            self.console.print(f"{drill.id}: test {report.done + 1} of {of}, stage {test.stage}, {stage}")
+
+
+def show(report: Report, console: Console) -> None:
+    for each in report.drills:
+        _explain(each, console)
+    console.print()
+    console.print(_table(report))
+    for each in report.drills:
+        for reason, number in each.skips().items():
+            console.print(f"{each.drill.id}: {number} skipped: {escape(reason)}", style="yellow")
+    console.print(f"lane: {escape(report.lane)}")
+    failed = [each.drill.id for each in report.drills if not each.ok]
+    skipped = sum(each.skips().total() for each in report.drills)
+    if failed:
+        console.print(f"FAILED: {', '.join(failed)}", style="bold red")
+    else:
+        but = f", but for {skipped} tests that this lane cannot run" if skipped else ""
+        console.print(f"PASSED: {', '.join(each.drill.id for each in report.drills)}{but}", style="bold green")
+
+
+def _explain(report: DrillReport, console: Console) -> None:
+    """What there is to mend, or to write, in one drill."""
+    drill, failures = report.drill, report.failures()
+    said = [test.text for test in failures if not test.held][:MOST_MESSAGES]
+    for text in [*([report.problem] if report.problem else []), *said]:
+        console.print(f"\n{escape(text)}")
+    if len(failures) > len(said):
+        console.print(f"\n{drill.id} · stage {failures[0].stage}: and {len(failures) - len(said)} more")
+    stage = report.first("not started")
+    if stage and not failures and not report.problem:
+        console.print(f"\n{drill.id} · stage {stage} is not started: write {drill.stages[stage - 1].function}")
+        console.print(f"  Read {drill.section(stage)}")
+
+
+def _table(report: Report) -> Table:
+    table = Table("drill", "stage", *COLUMNS)
+    for each in report.drills:
+        for number, stage in enumerate(each.drill.stages, 1):
+            count = each.counts(number)
+            bad = count["failed"] or count["missing"]
+            style = "red" if bad else "yellow" if count["not started"] or not count["passed"] else "green"
+            numbers = (str(count[verdict] or "") for verdict in COLUMNS)
+            table.add_row(each.drill.id, f"{number} {stage.title}", *numbers, style=style)
+        table.add_section()
+    return table
