@@ -37,9 +37,7 @@ def workspace(size: int = 16 << 20) -> torch.Tensor:
 
 
 def made(**arguments: Any) -> Any:
-    return contract.BatchDecodeWithPagedKVCacheWrapper(
-        **({"float_workspace_buffer": workspace()} | arguments)
-    )
+    return contract.BatchDecodeWithPagedKVCacheWrapper(**({"float_workspace_buffer": workspace()} | arguments))
 
 
 PLAN: dict[str, Any] = {
@@ -70,9 +68,7 @@ def graph_buffers(batch: int = 3, pages: int = 8) -> dict[str, Any]:
     }
 
 
-def tensors(
-    dtype: torch.dtype = torch.float32, hq: int = HQ
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def tensors(dtype: torch.dtype = torch.float32, hq: int = HQ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(*s, generator=g) for s in ((3, hq, D), (POOL, PAGE, HKV, D), (POOL, PAGE, HKV, D)))
     # Whatever is in no sequence must not be read: the unowned pages, and what follows the last token.
@@ -82,9 +78,7 @@ def tensors(
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
-def expected(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None, window: int = -1, cap=0.0
-):
+def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None, window: int = -1, cap=0.0):
     """One sequence, one head, one token after the other."""
     out, lse = torch.zeros(q.shape, dtype=torch.float64), torch.zeros(q.shape[:2], dtype=torch.float64)
     scale = 1 / math.sqrt(D) if scale is None else scale
@@ -197,9 +191,7 @@ def test_the_legacy_names() -> None:
     wrapper = made()
     wrapper.begin_forward(**PLAN)
     check(wrapper.forward_return_lse(q, (k, v), sm_scale=0.3), expected(q, k, v, scale=0.3))
-    torch.testing.assert_close(
-        wrapper.forward(q, (k, v), sm_scale=0.3).double(), expected(q, k, v, scale=0.3)[0]
-    )
+    torch.testing.assert_close(wrapper.forward(q, (k, v), sm_scale=0.3).double(), expected(q, k, v, scale=0.3)[0])
     with pytest.raises(ValueError, match=f"forward.*window_left.*{SILENT}"):
         wrapper.forward(q, (k, v), window_left=3)
     with pytest.raises(ValueError, match=f"sm_scale.*{SILENT}"):
@@ -393,9 +385,7 @@ def test_workspace() -> None:
     planned(**long, **shape)
     planned({"float_workspace_buffer": workspace(1024)})  # nothing is split
     with pytest.raises(RuntimeError, match="float_workspace_buffer"):
-        planned(
-            graph_buffers() | {"float_workspace_buffer": workspace(1024)}
-        )  # captured: room for later plans
+        planned(graph_buffers() | {"float_workspace_buffer": workspace(1024)})  # captured: room for later plans
     for hq, hkv, d, batch in ((16, 1, 256, 1), (128, 8, 256, 65), (32, 8, 128, 64), (1, 1, 8, 527)):
         csr: dict[str, Any] = {
             "indptr": 64 * torch.arange(batch + 1, dtype=torch.int32),
@@ -453,9 +443,7 @@ def test_run_refuses_inputs(q: torch.Tensor, cache: Any, words: str) -> None:
 
 
 def test_refuses_nhd_data_in_an_hnd_wrapper() -> None:
-    with pytest.raises(
-        ValueError, match=rf"k_cache.*HND \[pages, num_kv_heads, page_size, head_dim\].*{SILENT}"
-    ):
+    with pytest.raises(ValueError, match=rf"k_cache.*HND \[pages, num_kv_heads, page_size, head_dim\].*{SILENT}"):
         planned({"kv_layout": "HND"}).run(Q, (K, V))
 
 
@@ -620,9 +608,7 @@ def real() -> dict[str, dict[str, list[list[str]]]]:
         if isinstance(node, ast.ClassDef) and node.name in NAMES:
             # Of overloads the last is the real one.
             found[node.name] = {f.name: parsed(f.args) for f in node.body if isinstance(f, ast.FunctionDef)}
-    assert sorted(found) == sorted(NAMES), (
-        f"flashinfer/decode.py defines {sorted(found)}, not {sorted(NAMES)}"
-    )
+    assert sorted(found) == sorted(NAMES), f"flashinfer/decode.py defines {sorted(found)}, not {sorted(NAMES)}"
     return found
 
 
@@ -635,9 +621,7 @@ def parsed(args: ast.arguments) -> list[list[str]]:
             found.append([arg.arg, kind, "none" if default is None else repr(ast.literal_eval(default))])
 
     positional = args.posonlyargs + args.args
-    for arg, default in zip(
-        positional, [None] * (len(positional) - len(args.defaults)) + list(args.defaults)
-    ):
+    for arg, default in zip(positional, [None] * (len(positional) - len(args.defaults)) + list(args.defaults)):
         add("POSITIONAL_OR_KEYWORD", arg, default)
     add("VAR_POSITIONAL", args.vararg)
     for arg, default in zip(args.kwonlyargs, args.kw_defaults):

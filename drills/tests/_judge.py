@@ -80,9 +80,9 @@ class Judge:
         self._untouched(function, before, args)
 
     def _untouched(self, function: str, before: list[Any], args: tuple[Any, ...]) -> None:
-        for old, new in zip(tensors(before), tensors(list(args))):
-            if not _same_bits(allocation(old), allocation(new)):
-                self.fail(function, before, ["refused, but after it had written: check before any write"], None)
+        for name, old, new in zip(catalog.owner(function)[1].arguments, before, args):
+            if not all(_same_bits(allocation(x), allocation(y)) for x, y in zip(tensors(old), tensors(new))):
+                self.fail(function, before, [f"refused, but {name} had been written by then: check before any write"])
 
     def call(
         self,
@@ -246,7 +246,7 @@ def _first_difference(
     if y.numel() <= SHOWN_VALUES and not y.is_floating_point():
         place = [f"{name} differs first at {_place(function, name, first, args)}"]
         return place + _side_by_side(x, y)
-    head = f"{name}: {count} of {y.numel()} values differ, first at {_place(function, name, first, args)}"
+    head = f"{name}: {count} of {y.numel()} values {_differ(count)}, first at {_place(function, name, first, args)}"
     return [head, f"    expected {_value(y[first])}    got {_value(x[first])}"]
 
 
@@ -269,15 +269,16 @@ def _overwritten(function: str, name: str, x: torch.Tensor, want: torch.Tensor, 
     lines = []
     if inside:
         at = _element(function, name, inside[0], x, before)
-        lines.append(f"{name}: {len(inside)} of {size} values differ, first at {at}")
+        lines.append(f"{name}: {len(inside)} of {size} values {_differ(len(inside))}, first at {at}")
     first = (inside or places)[0] + base
     if outside:
-        lines.append(f"{name}: {outside} values outside of it were overwritten, {_outside(name, places, size, x)}")
+        damage = "1 value outside of it was" if outside == 1 else f"{outside} values outside of it were"
+        lines.append(f"{name}: {damage} overwritten, {_outside(places, size, x)}")
     lines.append(f"    expected {_value(expected[first])}    got {_value(got[first])}")
     return lines
 
 
-def _outside(name: str, places: list[int], size: int, x: torch.Tensor) -> str:
+def _outside(places: list[int], size: int, x: torch.Tensor) -> str:
     row = x.shape[-1] * x.shape[-2] if x.dim() == 4 else 1
     unit = "slot" if x.dim() == 4 else "entry"
     first = next(i for i in places if not 0 <= i < size)
@@ -324,6 +325,10 @@ def _place(function: str, name: str, index: tuple[int, ...], args: list[Any]) ->
     if name.endswith("lse"):
         return f"sequence {i}, query head {index[1]}"
     return f"sequence {i}, query head {index[1]}, dim {index[2]}"
+
+
+def _differ(count: int) -> str:
+    return "differs" if count == 1 else "differ"
 
 
 def _bit_view(x: torch.Tensor) -> torch.Tensor:

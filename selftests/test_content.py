@@ -1,0 +1,221 @@
+"""The pages and the hints: every place that a message points to exists, every number in an example is right, and
+neither gives a solution away."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from drills import catalog, mistakes, no_triton
+from drills.mistakes.hints import HINTS, next_hint
+
+no_triton.install_if_missing()
+
+ROOT = catalog.PACKAGE.parent
+PAGES = sorted((catalog.PACKAGE / "content").glob("*.md"))
+SHORT = 25  # a line of a solution that is no longer than this, without its spaces, may occur anywhere
+
+a_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+a_drill = pytest.mark.parametrize("drill", catalog.DRILLS, ids=lambda drill: drill.id)
+a_stage = pytest.mark.parametrize(
+    ("drill", "number"), [(d, i + 1) for d in catalog.DRILLS for i in range(len(d.stages))], ids=lambda x: getattr(x, "id", x)
+)  # fmt: skip
+
+
+def blocks(page: Path) -> tuple[str, list[tuple[str, str]]]:
+    """A page's text without its fenced blocks, and these with their languages."""
+    prose, fenced, inside = [], [], False
+    for line in page.read_text(encoding="utf-8").splitlines():
+        if line.startswith("```"):
+            inside = not inside
+            if inside:
+                fenced.append((line[3:].strip(), ""))
+        elif inside:
+            fenced[-1] = (fenced[-1][0], f"{fenced[-1][1]}{line}\n")
+        else:
+            prose.append(line)
+    assert not inside, f"{page.name} ends within a fenced block"
+    return "\n".join(prose), fenced
+
+
+def anchors(page: Path) -> list[str]:
+    """The anchors that GitHub makes of the headings."""
+    found: list[str] = []
+    for title in re.findall(r"^#{1,6} +(.+?) *#*$", blocks(page)[0], re.MULTILINE):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).lower()
+        slug = re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+        taken = sum(re.fullmatch(rf"{re.escape(slug)}(-\d+)?", other) is not None for other in found)
+        found.append(f"{slug}-{taken}" if slug in found else slug)
+    return found
+
+
+def page_of(drill: catalog.Drill) -> Path:
+    return catalog.PACKAGE / drill.page
+
+
+def links(page: Path) -> list[str]:
+    return re.findall(r"\]\(([^)\s]+)\)", blocks(page)[0])
+
+
+@a_drill
+def test_each_drill_has_its_page(drill):
+    assert page_of(drill) in PAGES
+    assert f"drills test {drill.id.lower()}" in page_of(drill).read_text(encoding="utf-8")
+
+
+@a_stage
+def test_each_stage_has_its_section(drill, number):
+    section = drill.stages[number - 1].section
+    text, level = page_of(drill).read_text(encoding="utf-8"), "## "
+    assert anchors(page_of(drill)).count(section) == 1, f"{drill.page} has no section #{section}"
+    assert any(line.startswith(level) and line[3:].lower().replace(" ", "-") == section for line in text.splitlines())
+
+
+def test_each_mistake_names_a_section():
+    lost = [m.name for m in mistakes.catalogue() if m.section not in anchors(page_of(m.drill))]
+    assert not lost, f"these name a section that their drill's page has not: {', '.join(lost)}"
+
+
+@a_page
+def test_links_within_the_repository(page):
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        if link.startswith(("https://", "http://")):
+            continue
+        target = (page.parent / path).resolve() if path else page
+        assert target.is_relative_to(ROOT), f"{link} leads out of the repository"
+        assert target.exists(), f"{link}: there is no {target}"
+        assert not anchor or anchor in anchors(target), f"{link}: {target.name} has no such section"
+
+
+@a_page
+def test_links_to_code_elsewhere_are_pinned(page):
+    for link in links(page):
+        assert not link.startswith("http://")
+        if re.match(r"https://github\.com/[^/]+/[^/]+/(blob|tree)/", link):
+            pinned = re.search(r"/(blob|tree)/(v\d+\.\d+\.\d+|[0-9a-f]{40})/", link)
+            assert pinned, f"{link} is not pinned to a release or a commit: its lines will move"
+
+
+@a_page
+def test_issues_are_named_as_they_are_linked(page):
+    """[vllm#1486] leads to issue or pull request 1486 of a repository called vllm."""
+    prose = blocks(page)[0].replace("\n", " ")
+    named = re.findall(r"\[([\w.\-]+)#(\d+)\]\(([^)\s]+)\)", prose)
+    assert named
+    for project, number, link in named:
+        pattern = rf"https://github\.com/[\w.\-]+/{re.escape(project)}/(issues|pull)/{number}"
+        assert re.fullmatch(pattern, link), f"{project}#{number} leads to {link}"
+    linked = re.findall(r"/(?:issues|pull)/\d+\)", prose)
+    assert len(linked) == len(named), "an issue is linked under another name than project#number"
+
+
+@a_page
+def test_paths_exist(page):
+    text = page.read_text(encoding="utf-8")
+    for path in re.findall(r"drills/[\w/.]+\.(?:py|md)", text):
+        assert (ROOT / path).exists(), f"{path} is named, and does not exist"
+
+
+def examples() -> list[tuple[str, str]]:
+    return [
+        (f"{page.name} {i + 1}", code)
+        for page in PAGES
+        for i, code in enumerate(c for language, c in blocks(page)[1] if language == "python")
+    ]
+
+
+@pytest.mark.parametrize("code", [pytest.param(code, id=name) for name, code in examples()])
+def test_examples_run(code):
+    """Each by itself, for a reader comes from anywhere."""
+    assert set(re.findall(r"import (\w+)", code)) <= {"torch"}, "an example needs torch alone"
+    if ">>>" not in code:
+        exec(compile(code, "example", "exec"), {"__name__": "example"})
+        return
+    said: list[str] = []
+    test = doctest.DocTestParser().get_doctest(code, {}, "example", None, 0)
+    assert any(example.want for example in test.examples)
+    result = doctest.DocTestRunner(verbose=False).run(test, out=said.append)
+    assert not result.failed, "".join(said)
+
+
+def tables(page: Path) -> list[list[list[str]]]:
+    """The tables of a page: rows of cells, the header first."""
+    found = re.findall(r"(?:^\|.*\n?)+", blocks(page)[0], re.MULTILINE)
+    return [[[c.strip() for c in row.strip("|").split("|")] for row in t.splitlines()] for t in found]
+
+
+@a_page
+def test_tables_are_whole(page):
+    for table in tables(page):
+        assert {len(row) for row in table} == {len(table[0])}, f"rows of different lengths: {table[0]}"
+        assert set("".join(table[1])) <= set("-:"), f"no line below the header: {table[0]}"
+
+
+@a_page
+def test_sums_are_right(page):
+    """What is written as a calculation with its result, in the order Python takes: 3 · 4 + 1 = 13."""
+    number = r"−?\d[\d,]*(?:\.\d+)?"
+    term = rf"(?:{number}|\({number} [·+−] {number}\))"
+    prose = blocks(page)[0].replace("\n", " ")
+    found = re.findall(rf"(?<![\w\].])({term}(?: (?:·|\+|−|//|%) {term})+) (?:=|is) ({number})", prose)
+    assert found
+    for sum_, result in found:
+        python = [x.replace("·", "*").replace("−", "-").replace(",", "") for x in (sum_, result.rstrip(","))]
+        assert eval(python[0]) == float(python[1]), f"{sum_} is not {result}"
+
+
+def squeezed(text: str) -> str:
+    return re.sub(r"\s", "", text)
+
+
+def solution_lines(path: Path) -> Iterator[str]:
+    """The code in a solution's functions: its lines, and the values they assign or return, without spaces."""
+    source = path.read_text(encoding="utf-8")
+    lines = source.splitlines()
+    for function in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)):
+        body = function.body[ast.get_docstring(function) is not None :]
+        for statement in body:
+            yield from (line.partition("  #")[0] for line in lines[statement.lineno - 1 : statement.end_lineno])
+            for node in ast.walk(statement):
+                if isinstance(node, (ast.Assign, ast.Return)) and node.value is not None:
+                    yield ast.get_source_segment(source, node.value) or ""
+
+
+@a_drill
+def test_nothing_gives_a_solution_away(drill):
+    path = catalog.PACKAGE / "solutions" / drill.file
+    code = {line for line in map(squeezed, solution_lines(path)) if len(line) > SHORT}
+    assert len(code) > 20, "the solution was not read"
+    texts = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
+    texts |= {f"hint {n} of {d}, stage {i + 1}": hint for d, stages in HINTS.items()
+              for i, hints in enumerate(stages) for n, hint in enumerate(hints, 1)}  # fmt: skip
+    for name, text in texts.items():
+        given = [line for line in code if line in squeezed(text)]
+        assert not given, f"{name} holds code of solutions/{drill.file}: {given}"
+
+
+def test_each_drill_has_hints():
+    assert list(HINTS) == [drill.id for drill in catalog.DRILLS]
+
+
+@a_stage
+def test_each_stage_has_three_hints(drill, number):
+    assert len(HINTS[drill.id]) == len(drill.stages)
+    question, idea, shape = hints = HINTS[drill.id][number - 1]
+    assert question.endswith("?"), "the first hint is a question"
+    assert "<" in shape and ">" in shape, "the third has places to fill in"
+    assert len({*hints}) == 3
+    for hint in hints:
+        assert hint.endswith(("?", ".")) and "\n" not in hint and "  " not in hint
+        assert 30 < len(hint) < 260, f"{len(hint)} characters: {hint}"
+
+
+def test_hints_are_given_one_by_one():
+    assert [next_hint("L1", 1, given) for given in range(3)] == [*enumerate(HINTS["L1"][0], 1)]
+    assert next_hint("L1", 1, 3) is None
