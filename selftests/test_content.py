@@ -23,8 +23,9 @@ SHORT = 25  # a line of a solution that is no longer than this, without its spac
 a_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 a_drill = pytest.mark.parametrize("drill", catalog.DRILLS, ids=lambda drill: drill.id)
 a_stage = pytest.mark.parametrize(
-    ("drill", "number"), [(d, i + 1) for d in catalog.DRILLS for i in range(len(d.stages))], ids=lambda x: getattr(x, "id", x)
-)  # fmt: skip
+    ("drill", "number"),
+    [pytest.param(d, i + 1, id=f"{d.id} stage {i + 1}") for d in catalog.DRILLS for i in range(len(d.stages))],
+)
 
 
 def blocks(page: Path) -> tuple[str, list[tuple[str, str]]]:

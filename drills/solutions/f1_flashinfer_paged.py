@@ -37,7 +37,7 @@ def block_table_to_csr(block_tables, context_lens, page_size):
     assert (pages <= W).all(), f"block_tables has {W} columns, too few for context_lens of rows {rows_where(pages > W)}"
     live = torch.arange(W, device=pages.device) < pages[:, None]
     indices = block_tables[live].int()
-    assert (indices >= 0).all(), f"block_tables: negative page id in use in rows {rows_where((block_tables < 0) & live)}"
+    assert (indices >= 0).all(), f"block_tables has a negative id in use in rows {rows_where((block_tables < 0) & live)}"
     indptr = torch.zeros(B + 1, dtype=torch.int32, device=pages.device)
     indptr[1:] = pages.cumsum(0)  # cumsum promotes to int64, the assignment brings it back
     return indptr, indices, (context_lens - (pages - 1) * page_size).int()  # never ctx % page_size: 16 % 16 is 0
@@ -184,7 +184,8 @@ def plan(q, k_cache, v_cache, block_tables, context_lens):
     check_layouts(q, k_cache, v_cache)
     assert len(block_tables) == B, f"q has {B} rows but block_tables {len(block_tables)}: one query token a sequence"
     assert q.dtype == k_cache.dtype, f"q is {q.dtype} but k_cache {k_cache.dtype}"
-    assert k_cache.shape[3] == D and Hq % Hkv == 0, f"q's [{Hq}, {D}] does not fit k_cache's [{Hkv}, {k_cache.shape[3]}]"
+    assert k_cache.shape[3] == D, f"q has head dim {D} but k_cache {k_cache.shape[3]}"
+    assert Hq % Hkv == 0, f"q's {Hq} heads are not a multiple of k_cache's {Hkv}"
     csr = block_table_to_csr(block_tables, context_lens, page_size)
     assert (csr[1] < NB).all(), f"block_tables names a page past the pool of {NB}"
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(

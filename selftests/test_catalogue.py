@@ -1,0 +1,52 @@
+"""The catalogue of mistakes as a whole, and README's tables made from it and from the drills."""
+
+from __future__ import annotations
+
+import re
+
+from drills import catalog
+from drills.mistakes import catalogue, matrix
+
+
+def test_there_are_enough():
+    entries = catalogue()
+    assert len(entries) >= 60
+    covered = {entry.function for entry in entries}
+    assert covered == {function.name for drill in catalog.DRILLS for function in drill.functions}
+
+
+def test_each_is_worth_reading():
+    for entry in catalogue():
+        assert entry.fails, f"{entry.name} names no test that fails it"
+        assert 40 <= len(entry.lesson) <= 240, f"{entry.name}: {len(entry.lesson)} characters"
+        assert re.fullmatch(r"[a-z0-9-]{4,40}", entry.name)
+        for report in entry.seen:
+            assert re.fullmatch(r"[\w.-]+(/[\w.-]+)?#\d+", report), f"{entry.name}: {report}"
+
+
+def test_the_tests_it_names_exist():
+    for drill in catalog.DRILLS:
+        there = set(re.findall(r"^def (test_\w+)", drill.tests.read_text(), re.MULTILINE))
+        for entry in catalogue(drill):
+            assert set(entry.fails) <= there, f"{entry.name}: {set(entry.fails) - there}"
+
+
+def test_readme_has_the_matrix():
+    readme = (catalog.PACKAGE.parent / "README.md").read_text()
+    found = re.search(r"<!-- matrix -->\n(.*)<!-- /matrix -->", readme, re.DOTALL)
+    assert found, "README.md has no <!-- matrix --> block"
+    assert found[1].strip() == matrix.markdown().strip(), (
+        "README's matrix is old: put in what `drills mistakes --markdown` prints"
+    )
+
+
+def test_readme_lists_the_drills():
+    readme = (catalog.PACKAGE.parent / "README.md").read_text()
+    found = re.search(r"<!-- drills -->\n(.*)<!-- /drills -->", readme, re.DOTALL)
+    assert found
+    rows = ["| drill | what you write | functions | page |", "|---|---|---|---|"]
+    for drill in catalog.DRILLS:
+        functions = ", ".join(f"`{function.name}`" for function in drill.functions)
+        page = drill.page.rpartition("/")[2]
+        rows.append(f"| {drill.id} | {drill.title} | {functions} | [{page}](drills/{drill.page}) |")
+    assert found[1].strip().splitlines() == rows
