@@ -26,7 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
+console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
 errors = Console(highlight=False, soft_wrap=True, stderr=True)
 
 

@@ -15,6 +15,7 @@ import os
 import sys
 import traceback
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -124,15 +125,11 @@ class Implementation:
         outcome = Outcome()
         pretend = capturing or not torch.cuda.is_available()  # without a driver, asking raises
         capture = mock.patch("torch.cuda.is_current_stream_capturing", lambda: capturing) if pretend else nullcontext()
+        no_sync = _forbidden_sync() if forbid_sync and torch.cuda.is_available() else nullcontext()
         with _alone(), capture, watching(watched) as outcome.observed:
             try:
-                if forbid_sync and torch.cuda.is_available():
-                    torch.cuda.set_sync_debug_mode("error")
-                try:
+                with no_sync:
                     outcome.returned = call(*args)
-                finally:
-                    if torch.cuda.is_available():
-                        torch.cuda.set_sync_debug_mode("default")
                 if any(t.is_cuda for t in tensors(list(named.values()))):
                     torch.cuda.synchronize()  # a fault in a kernel belongs to this call
             except (Exception, SystemExit) as error:
@@ -250,6 +247,17 @@ def _alone() -> Iterator[None]:
     finally:
         sys.meta_path.remove(_Refuse)
         sys.modules.update(hidden)
+
+
+@contextmanager
+def _forbidden_sync() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that this mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 class _Refuse(importlib.abc.MetaPathFinder):

@@ -64,15 +64,16 @@ def test_untouched_stubs_pass_no_test(drill, tmp_path):
 def test_a_wrong_answer_then_a_silent_end(tmp_path):
     source = """
         import os
-        import torch
 
-        def slot_mapping(block_table, seq_idx, positions, block_size):
-            return torch.zeros(len(positions), dtype=torch.int64)
+        right = slot_mapping
 
-        def reshape_and_cache(key, value, k_cache, v_cache, slots):
+        def slot_mapping(*args):
+            return right(*args) + (args[-1] == 3)  # few failures, which are quicker than many
+
+        def reshape_and_cache(*args):
             os._exit(0)
     """
-    report, text = graded(submission(tmp_path, textwrap.dedent(source)))
+    report, text = graded(submission(tmp_path, SLOT_MAPPING + textwrap.dedent(source)))
     assert not report.ok
     assert "the process ended with status 0, in the middle of this test" in text
     assert report.current is not None
@@ -81,7 +82,7 @@ def test_a_wrong_answer_then_a_silent_end(tmp_path):
     assert report.counts(1)["failed"]
     assert "stage 1 of 6" in text
     assert "expected" in text
-    assert text.count("\n  slot_mapping(") <= show.MOST_MESSAGES
+    assert text.count("\n  slot_mapping(") == report.counts(1)["failed"] <= show.MOST_MESSAGES
     assert total(report, "missing") == len([test for test in report.tests.values() if test.stage >= 3])
 
 
@@ -101,6 +102,7 @@ def test_a_syntax_error_is_shown_once(tmp_path):
     assert not report.ok
     assert total(report, "failed") == len(report.tests)
     assert text.count("syntax error") == 1
+    assert f"L1 · stage 1: and {report.counts(1)['failed'] - 1} more" in text
     assert f"{tmp_path / L1.file}:3   def slot_mapping(block_table:" in text
 
 
@@ -124,10 +126,10 @@ def test_leaving_inside_a_function(tmp_path):
         import sys
         import pytest
 
-        def slot_mapping(*args):
-            sys.exit(0)
+        right, calls = slot_mapping, []
 
-        calls = []
+        def slot_mapping(*args):
+            return sys.exit(0) if args[-1] == 3 else right(*args)
 
         def reshape_and_cache(*args):
             calls.append(args)
@@ -135,11 +137,13 @@ def test_leaving_inside_a_function(tmp_path):
                 pytest.skip("needs a GPU: it says")
             raise KeyboardInterrupt
     """
-    report, text = graded(submission(tmp_path, textwrap.dedent(source)))
+    report, text = graded(submission(tmp_path, SLOT_MAPPING + textwrap.dedent(source)))
     assert not report.ok
-    assert total(report, "passed") == total(report, "skipped") == 0
-    assert "called sys.exit(0)" in text
+    assert total(report, "skipped") == 0
+    assert text.count("called sys.exit(0)") == 1
+    assert report.counts(3)["failed"] == 1, "only the suite may skip a test"
     assert "the process ended with status 2, in the middle of this test" in text
+    assert ": KeyboardInterrupt" in text
 
 
 def test_a_crash_names_the_line(tmp_path):
@@ -168,7 +172,7 @@ def test_nothing_hangs(tmp_path, monkeypatch):
                 except BaseException:
                     pass
     """
-    thread = f"{SOLUTION}\nimport threading\nthreading.Thread(target=threading.Event().wait).start()\n"
+    thread = f"{stubs.stub(L1)}\nimport threading\nthreading.Thread(target=threading.Event().wait).start()\n"
     sources = {"import": "import time\ntime.sleep(3600)\n", "swallows": textwrap.dedent(swallows), "thread": thread}
     places = [submission(tmp_path / name, source) for name, source in sources.items()]
     with ThreadPoolExecutor() as pool:
@@ -192,3 +196,4 @@ def test_a_collection_without_tests_is_a_failure():
     said = run._problem(report, 5, None, "no tests ran", run.select("solutions"))
     assert said is not None
     assert "no tests were collected" in said
+    assert "None of your code had run" in said

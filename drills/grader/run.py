@@ -31,7 +31,7 @@ MARGIN = 30  # seconds past a test's own time-out, which code that swallows exce
 PATIENCE = float(os.environ.get("DRILLS_PATIENCE", 0))  # seconds of silence after that, instead of the two together
 TAIL = 64 << 10  # bytes of a dead process's output that are looked at for a traceback,
 OWN_LINES = 4  # how many of its lines are shown,
-OUTPUT_LINES = 12  # and how many of the output where there is none
+OUTPUT_LINES = 8  # and how many of the output where there is none
 
 
 @dataclass
@@ -164,7 +164,7 @@ def _start(drill: catalog.Drill, impl: Implementation, record: Path, said: Any) 
     # The caller's PYTEST_ADDOPTS and the like must not choose what is graded.
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     env |= {"DRILLS_IMPL": impl.name if impl.name in BUILT_IN else str(impl.directory), "DRILLS_RECORD": str(record)}
-    command = [sys.executable, "-m", "pytest", str(drill.tests), "-q", "--tb=short", "--show-capture=no"]
+    command = [sys.executable, "-m", "pytest", str(drill.tests), "-q", "-rN", "--tb=short", "--show-capture=no"]
     plugins = ["-p", "drills.grader.record", "-p", "no:cacheprovider"]
     return subprocess.Popen(
         [*command, *plugins],
@@ -211,8 +211,10 @@ def _problem(report: DrillReport, code: int, silent: float | None, output: str, 
         missing -= 1
     else:
         lines = [f"{report.drill.id} · {how}, {_moment(report)}"]
-    lines += _own_lines(output, impl) or [f"    {line}" for line in output.splitlines()[-OUTPUT_LINES:] if line.strip()]
-    lines.append(f"  {why}")
+    lines += _own_lines(output, impl) or _last_lines(output)
+    lines.append(
+        f"  {why if report.tests else 'None of your code had run: the fault is in the suite or its installation.'}"
+    )
     if missing:
         lines.append(f"  {missing} tests after it have no result, and count as failed.")
     if report.current:
@@ -250,3 +252,11 @@ def _own_lines(output: str, impl: Implementation) -> list[str]:
     return [
         f"    {shown(path)}:{line}   {linecache.getline(str(path), line).strip()}" for path, line in own[:OWN_LINES]
     ]
+
+
+def _last_lines(output: str) -> list[str]:
+    """What the process said last, but for pytest's letter a test."""
+    lines = [
+        line for line in output.splitlines() if line.strip() and not re.fullmatch(r"[.fFnsE]+( +\[ *\d+%\])?", line)
+    ]
+    return [f"    {line}" for line in lines[-OUTPUT_LINES:]]

@@ -64,10 +64,12 @@ def _explain(report: DrillReport, console: Console) -> None:
     """What there is to mend, or to write, in one drill."""
     drill, failures = report.drill, report.failures()
     said = [test.text for test in failures if not test.held][:MOST_MESSAGES]
-    for text in [*([report.problem] if report.problem else []), *said]:
+    for text in said:
         console.print(f"\n{escape(text)}")
     if len(failures) > len(said):
         console.print(f"\n{drill.id} · stage {failures[0].stage}: and {len(failures) - len(said)} more")
+    if report.problem:
+        console.print(f"\n{escape(report.problem)}")
     stage = report.first("not started")
     if stage and not failures and not report.problem:
         console.print(f"\n{drill.id} · stage {stage} is not started: write {drill.stages[stage - 1].function}")

@@ -1,7 +1,7 @@
-"""L1 · Write new K/V rows into a paged cache.
+"""L1 · Write new K and V rows into a paged cache.
 
 The cache is a pool of blocks, [NB, BS, H, D]. Seen as NB·BS rows of H·D values, a row's number is its slot.
-vLLM calls the pair below slot_mapping and reshape_and_cache (PagedAttention, arXiv 2309.06180, section 4).
+vLLM calls the two functions by these names (PagedAttention, arXiv 2309.06180, section 4).
 """
 
 # Run: pytest drills/tests/test_l1_paged_kv_write.py   or: drills test l1
@@ -28,7 +28,8 @@ def slot_mapping(block_table, seq_idx, positions, block_size):
 
 @triton.jit
 def reshape_and_cache_kernel(
-    key_ptr, value_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, key_stride, value_stride, HD: tl.constexpr, TILE: tl.constexpr
+    key_ptr, value_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, key_stride, value_stride,
+    HD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One program a token: row `token` of key and value goes to row `slot` of the caches."""
     raise NotImplementedError("L1 reshape_and_cache_kernel is yours to write")
@@ -39,9 +40,9 @@ def reshape_and_cache(key, value, k_cache, v_cache, slots):
 
     key, value [T', H, D], T' >= T: rows past slots are padding. Each row's [H, D] is dense; the row strides are
     free, and need not agree (views of one fused QKV tensor). k_cache, v_cache [NB, BS, H, D], contiguous.
-    slots [T] int64, contiguous: a negative slot is padding, nothing is read or written for it; no two others equal.
-    One dtype for all four, of 1, 2 or 4 bytes; any H·D; every offset in int64; T = 0 is fine. No slot's value is
-    checked, that would wait for the GPU. What is not addressed stays as it was.
+    slots [T] int64, contiguous: a negative slot is padding, nothing is written for it; no two others are equal.
+    One dtype for all four, of 1, 2 or 4 bytes; any H·D; every offset in int64; T = 0 is fine. Slots past the cache
+    are not looked for, that would wait for the GPU. What is not addressed stays as it was.
     Refused before anything is written (AssertionError naming the argument): shapes, dtypes or devices that
     disagree, fewer rows than slots, a row that is not dense, a cache or slots not contiguous, slots not int64.
 
