@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -15,6 +15,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from drills import catalog, stubs
+
+if TYPE_CHECKING:
+    from drills.grader.run import Report
 
 BUILT_IN = ("mine", "solutions")
 
@@ -101,20 +104,51 @@ def run_tests(ctx: typer.Context, drills: Drills = None, impl: Impl = "mine") ->
 def grade(drills: Drills = None, impl: Impl = "mine") -> None:
     """Grade an implementation. The exit status is 0 if all that this machine can check passed, 1 if not, 2 for a
     wrong argument."""
-    wanted = chosen(drills)
-    from drills.grader import run, show
-    from drills.implementation import SelectionError
+    report = graded(chosen(drills), impl)
+    from drills.grader import show
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # however this is ended, the tests end with it
-    try:
-        with show.Watch(console) as watch:
-            report = run.grade(wanted, impl, watch)
-    except SelectionError as error:
-        fail(str(error).replace("DRILLS_IMPL", "--impl"))
-    except KeyboardInterrupt:
-        fail("stopped: nothing was graded", 130)
     show.show(report, console)
     raise typer.Exit(0 if report.ok else 1)
+
+
+@app.command(epilog="Example: [bold]drills hint l1[/bold]")
+def hint(
+    drill: Annotated[str, typer.Argument(metavar="DRILL", help=f"{A_DRILL}.")],
+    impl: Impl = "mine",
+    again: Annotated[bool, typer.Option("--again", help="Repeat the hints you have had for this stage.")] = False,
+) -> None:
+    """The next hint for your first stage that does not pass: a question, then an idea, then the shape of the line."""
+    (wanted,) = chosen([drill])
+    from drills.mistakes import hints
+
+    stage = graded([wanted], impl).drills[0].next_stage()
+    if stage is None:
+        console.print(f"{wanted.id} passes, as far as this machine can check: there is nothing to hint at.")
+        return
+    console.print(f"{wanted.id} · stage {stage} of {len(wanted.stages)}, {wanted.stages[stage - 1].title}")
+    store = directory(impl) / ".hints.json"
+    for level, text in hints.had(wanted, stage, store) if again else [hints.give(wanted, stage, store)]:
+        console.print(f"  {level} of 3: {escape(text)}")
+    console.print(f"  Read {wanted.section(stage)}")
+
+
+@app.command(epilog="Example: [bold]drills mistakes f1 --prove[/bold]")
+def mistakes(
+    drills: Drills = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the matrix as README has it.")] = False,
+    prove: Annotated[bool, typer.Option("--prove", help="Run the suite against each: some minutes.")] = False,
+) -> None:
+    """The known mistakes: which stage and which tests fail each, and on which lane it shows."""
+    from drills.grader import show
+    from drills.mistakes import matrix
+
+    wanted = chosen(drills)
+    if markdown:
+        sys.stdout.write(matrix.markdown(wanted))
+    elif prove:
+        raise typer.Exit(0 if show.prove(wanted, console) else 1)
+    else:
+        show.matrix(wanted, console)
 
 
 @app.command(epilog="Example: [bold]drills reset l1[/bold]")
@@ -134,6 +168,21 @@ def reset(
         except ValueError as error:
             fail(str(error))
         console.print(escape(f"{path} is the empty stub" + (f"; yours is kept as {kept}" if kept else "")))
+
+
+def graded(drills: list[catalog.Drill], impl: str) -> Report:
+    """Grade with a progress display."""
+    from drills.grader import run, show
+    from drills.implementation import SelectionError
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # however this is ended, the tests end with it
+    try:
+        with show.Watch(console) as watch:
+            return run.grade(drills, impl, watch)
+    except SelectionError as error:
+        fail(str(error).replace("DRILLS_IMPL", "--impl"))
+    except KeyboardInterrupt:
+        fail("stopped: nothing was graded", 130)
 
 
 def chosen(names: list[str] | None) -> list[catalog.Drill]:

@@ -124,15 +124,17 @@ class Implementation:
         watched = {t.untyped_storage().data_ptr() for name in entry.writes for t in tensors(named.get(name))}
         outcome = Outcome()
         pretend = capturing or not torch.cuda.is_available()  # without a driver, asking raises
-        capture = mock.patch("torch.cuda.is_current_stream_capturing", lambda: capturing) if pretend else nullcontext()
+        asked = mock.patch("torch.cuda.is_current_stream_capturing", return_value=capturing)
         no_sync = _forbidden_sync() if forbid_sync and torch.cuda.is_available() else nullcontext()
-        with _alone(), capture, watching(watched) as outcome.observed:
+        with _alone(), asked if pretend else nullcontext(), watching(watched) as outcome.observed:
             try:
                 with no_sync:
                     outcome.returned = call(*args)
                 if any(t.is_cuda for t in tensors(list(named.values()))):
                     torch.cuda.synchronize()  # a fault in a kernel belongs to this call
-            except (Exception, SystemExit) as error:
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt) or type(error).__name__ == "Failed":
+                    raise  # the user's Ctrl-C, and the suite's time-out, which is a failed test
                 outcome.raised = cause(error)
                 outcome.where = self._own_lines(error)
                 self.lost = self.lost or _gpu_lost(error)

@@ -82,7 +82,7 @@ class _Ops(TorchDispatchMode):
             if written and value.untyped_storage().data_ptr() in self.watched:
                 self.seen.torch_writes.append(name)
         result = func(*args, **kwargs)
-        source = args[1] if name == "aten::copy_" else args[0] if args else None
+        source: Any = args[1] if name == "aten::copy_" else args[0] if args else None
         both = isinstance(source, torch.Tensor) and isinstance(result, torch.Tensor)
         if both and source.is_cuda and not result.is_cuda and not kwargs.get("non_blocking"):
             self.read("a copy from the GPU to the host", source.numel())

@@ -88,6 +88,10 @@ class DrillReport:
         """The first stage with a test of one of these verdicts."""
         return min((test.stage for test in self.tests.values() if test.verdict in verdicts), default=None)
 
+    def next_stage(self) -> int | None:
+        """The stage to work on: the first that fails, else the first that is not started."""
+        return self.first("failed", "missing") or self.first("not started")
+
     def failures(self) -> list[Test]:
         """Those of the first stage that fails, each that has a message of its own before those that repeat one."""
         failed = [test for test in self.stage(self.first("failed") or 0) if test.verdict == "failed"]

@@ -7,6 +7,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from drills.catalog import Drill
 from drills.grader.run import DrillReport, Report
 
 MOST_MESSAGES = 5  # of one drill
@@ -87,3 +88,44 @@ def _table(report: Report) -> Table:
             table.add_row(each.drill.id, f"{number} {stage.title}", *numbers, style=style)
         table.add_section()
     return table
+
+
+def matrix(drills: list[Drill], console: Console) -> None:
+    """The catalogue of mistakes, a row each."""
+    from drills.mistakes import matrix
+
+    table = Table("mistake", "stage", "failed by", "lane", "it has happened", show_lines=True)
+    for drill in drills:
+        for entry, stages in matrix.rows(drill):
+            tests = ", ".join(test.removeprefix("test_").replace("_", " ") for test in entry.fails)
+            seen = ", ".join(entry.seen)
+            table.add_row(
+                f"{entry.name}\n[dim]{escape(entry.lesson)}[/dim]", _stages(drill, stages), tests, entry.lane, seen
+            )
+    console.print(table)
+
+
+def _stages(drill: Drill, stages: list[int]) -> str:
+    return "\n".join(f"{drill.id} {number} {drill.stages[number - 1].title}" for number in stages)
+
+
+def prove(drills: list[Drill], console: Console) -> bool:
+    """Run the suite against each mistake that this lane can show. Whether it failed all of them, where it should."""
+    from drills import lane
+    from drills.mistakes import catalogue, proof
+
+    entries = {e.name: e for drill in drills for e in catalogue(drill) if lane.ON_GPU or e.lane == "cpu"}
+    survivors = []
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task("mistakes", total=len(entries))
+        for result in proof.prove(entries):
+            survived = set(entries[result.name].fails) - result.killers
+            if survived or not result.failed:
+                survivors.append(result.name)
+                console.print(f"{result.name} SURVIVES {', '.join(survived) or 'every test'}", style="bold red")
+            else:
+                named = f"; called {result.first_diagnosis}" if result.first_diagnosis else ""
+                console.print(f"{result.name}: failed by {len(result.failed)} tests{named}", style="green")
+            bar.advance(task)
+    console.print(f"{len(entries)} mistakes, {len(survivors)} survive. Lane: {lane.describe()}")
+    return not survivors

@@ -3,7 +3,7 @@
 They are used twice. The suite is proved by them: each must fail it, in the tests that it names. And they feed the
 suite's messages: when a learner's output is exactly what a mistake gives on the same input, the message says so.
 
-    @mistake("masks", fails=["test_odd_widths"], seen=["vllm#41257"])
+    @mistake("masks", fails=["test_odd_widths"], seen=["mojo_opset#266"])
     def unmasked_tail():
         '''The program stores its whole power-of-two tile, so a row of another width runs on into the next slot.'''
         ...                     # kernels and helpers of its own

@@ -146,4 +146,8 @@ def copy_of(value: Any, device: str | None = None, pad: int = 0) -> Any:
 def allocation(x: torch.Tensor) -> torch.Tensor:
     """All of the memory that a view lives in, in elements of its dtype, on the CPU."""
     storage = x.untyped_storage()
-    return torch.empty(0, dtype=x.dtype, device=x.device).set_(storage, 0, torch.Size([len(storage) // x.element_size()]), [1]).cpu()
+    return (
+        torch.empty(0, dtype=x.dtype, device=x.device)
+        .set_(storage, 0, torch.Size([len(storage) // x.element_size()]), [1])
+        .cpu()
+    )

@@ -11,6 +11,7 @@ import pytest
 
 from drills import catalog
 
+DIAGNOSED = 8  # failures of a stage that are looked up among the mistakes: each look-up runs dozens of them
 ORDER = ("passed", "failed", "not started", "skipped")
 
 
@@ -22,6 +23,12 @@ class Scoreboard:
     timeouts: Counter[str] = field(default_factory=Counter)
     shown: set[str] = field(default_factory=set)
     held: Counter[str] = field(default_factory=Counter)
+
+    def diagnoses(self, drill: str, stage: int) -> bool:
+        """Whether a failure here should be looked up among the mistakes: not if it is held back, or one of many."""
+        failed = {number: self.counts[drill, number]["failed"] for number in range(1, stage + 1)}
+        earlier = any(failed[number] for number in range(1, stage))
+        return self.everything or (not earlier and failed[stage] < DIAGNOSED)
 
     def add(self, report: pytest.TestReport) -> None:
         """Count one finished test, and decide whether its failure is shown or held back."""

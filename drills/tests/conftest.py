@@ -79,7 +79,8 @@ def judge(request: pytest.FixtureRequest) -> Judge:
 
 def judge_of(item: pytest.Item) -> Judge:
     test = getattr(item, "originalname", item.name)
-    return Judge(item.config.stash[impl_key], drill_of(item), stage_of(item), test, title_of(item))
+    drill, stage, board = drill_of(item), stage_of(item), item.config.stash[board_key]
+    return Judge(item.config.stash[impl_key], drill, stage, test, title_of(item), board.diagnoses(drill.id, stage))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

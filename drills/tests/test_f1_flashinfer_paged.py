@@ -81,7 +81,9 @@ def test_ragged_batch(judge, page_size):
 @INTEGERS
 def test_always_int32(judge, dtype, table_dtype):
     """all three results are int32, whatever integers come in"""
-    to_csr(judge, ints([[3, 1], [0, 2]], table_dtype), ints([5, 5], dtype), 4, "FlashInfer takes int32 and nothing else.")
+    to_csr(
+        judge, ints([[3, 1], [0, 2]], table_dtype), ints([5, 5], dtype), 4, "FlashInfer takes int32 and nothing else."
+    )
 
 
 @pytest.mark.stage(2)
@@ -118,7 +120,7 @@ def growth(judge, function, arguments):
     many = judge.call(function, *args).observed
     if len(many.ops) > len(few_sequences.ops) + 8:
         judge.fail(function, list(args), [
-            f"{len(many.ops)} torch operations for 256 sequences, {len(few_sequences.ops)} for 2: there is a loop over them",
+            f"{len(many.ops)} torch operations for 256 sequences, {len(few_sequences.ops)} for 2: a loop over them",
             "a mask of the live part, torch.arange(W) < pages[:, None], takes all rows at once",
         ])  # fmt: skip
     if many.values_read > few_sequences.values_read + 16:
@@ -287,13 +289,15 @@ def test_decode_groups(judge, group):
 @pytest.mark.parametrize("heads", [(4, 4), (8, 4)], ids=str)
 def test_as_many_heads_as_page_slots(judge, heads):
     """a page as long as there are KV heads, where the wrong kv_layout has the right shape"""
-    decodes(judge, decode_args(4, LENS, 4, heads)[1], "The cache is [NB, page_size, Hkv, D], which FlashInfer calls NHD.")
+    decodes(
+        judge, decode_args(4, LENS, 4, heads)[1], "The cache is [NB, page_size, Hkv, D], which FlashInfer calls NHD."
+    )
 
 
 @pytest.mark.stage(4)
 def test_one_sequence(judge):
-    """one sequence, B = 1"""
-    decodes(judge, decode_args(5, [7])[1])
+    """one sequence, B = 1, with heads of 128"""
+    decodes(judge, decode_args(5, [7], dim=128)[1], "The scale is 1/sqrt(D): here D is 128, elsewhere 64.")
 
 
 @pytest.mark.stage(4)
@@ -353,14 +357,16 @@ def test_lse(judge):
 
 
 @pytest.mark.stage(4)
-def test_the_wrapper_runs(judge):
+@pytest.mark.parametrize("return_lse", [False, True], ids=["o", "o and lse"])
+def test_the_wrapper_runs(judge, return_lse):
     """the attention is FlashInfer's: planned once, run once"""
     _, args = decode_args(12, LENS)
-    seen = judge.call("flashinfer_decode", *args).observed.wrapper
+    seen = judge.call("flashinfer_decode", *args, return_lse).observed.wrapper
     for what in ("planned", "run"):
         if seen[what] != 1:
-            judge.fail("flashinfer_decode", args, [f"BatchDecodeWithPagedKVCacheWrapper was {what} {seen[what]} times in "
-                                                   "one decode step, expected once"])  # fmt: skip
+            judge.fail("flashinfer_decode", args, [
+                f"BatchDecodeWithPagedKVCacheWrapper was {what} {seen[what]} times in one decode step, expected once",
+            ])  # fmt: skip
 
 
 @pytest.mark.stage(4)
@@ -445,9 +451,7 @@ def test_a_strided_last_dimension(judge):
 def test_in_a_capture(judge):
     """called while a CUDA graph is captured: planning reads on the host, which a graph cannot hold"""
     _, args = decode_args(16, LENS)
-    judge.refuses(
-        "flashinfer_decode", *args, because="a graph is being captured", also=FROM_FLASHINFER, capturing=True
-    )
+    judge.refuses("flashinfer_decode", *args, because="a graph is being captured", also=FROM_FLASHINFER, capturing=True)
 
 
 # Stage 6: one plan for all layers
@@ -473,7 +477,9 @@ def test_layers(judge, layers):
 
 
 @pytest.mark.stage(6)
-@pytest.mark.parametrize(("dtype", "heads"), [(torch.bfloat16, (8, 2)), (torch.float16, (7, 1))], ids=["bf16", "group 7"])
+@pytest.mark.parametrize(
+    ("dtype", "heads"), [(torch.bfloat16, (8, 2)), (torch.float16, (7, 1))], ids=["bf16", "group 7"]
+)
 def test_layers_planned_right(judge, dtype, heads):
     """the plan's dtypes and groups"""
     args = layers_args(2, dtype=dtype, heads=heads)
@@ -527,7 +533,8 @@ LAYERS_REFUSED = {
     ),
     "another dtype in a later layer": (layer(2, q=lambda q: q.bfloat16()), "layer 2's q is bfloat16"),
     "another page size in a later layer": (
-        layer(1, kv=lambda k, v: (k.view(-1, 2, 2, 64), v.view(-1, 2, 2, 64))), "layer 1 has pages of 2, the plan is for 4"
+        layer(1, kv=lambda k, v: (k.view(-1, 2, 2, 64), v.view(-1, 2, 2, 64))),
+        "layer 1 has pages of 2, the plan is for 4",
     ),
     "other KV heads in a later layer": (
         layer(2, kv=lambda k, v: (k[:, :, :1].contiguous(), v[:, :, :1].contiguous())), "layer 2 has 1 KV head, not 2"

@@ -76,9 +76,16 @@ def test_slots_past_int32(judge):
     """a block id whose slot does not fit in int32"""
     table = ints([[200_000_000, 3]])
     args = table, ints([0, 0]), ints([7, 16]), 16
-    judge.agrees(
-        "slot_mapping", *args, oracle=_oracle.slot_mapping, hint="block id · block_size passes 2^31: widen the ids first."
-    )
+    hint = "block id · block_size passes 2^31: widen the ids first."
+    judge.agrees("slot_mapping", *args, oracle=_oracle.slot_mapping, hint=hint)
+
+
+@pytest.mark.stage(2)
+def test_positions_past_float32(judge):
+    """a position that float32 cannot hold"""
+    table = torch.arange(2**20 + 2, dtype=torch.int32, device=DEVICE)[None]
+    args = table, ints([0, 0]), ints([2**24 + 15, 3]), 16
+    judge.agrees("slot_mapping", *args, oracle=_oracle.slot_mapping)
 
 
 @pytest.mark.stage(2)
@@ -115,8 +122,10 @@ def test_a_shorter_step_after_a_longer_one(judge):
     short = table, ints([0, 0]), ints([9, 10]), 4
     judge.agrees("slot_mapping", *short, oracle=_oracle.slot_mapping)
     if not torch.equal(long.returned, kept):
-        judge.fail("slot_mapping", list(short), [f"overwrote the slots of the step before: {kept.tolist()} became "
-                                                 f"{long.returned.tolist()}", "return a new tensor each time"])  # fmt: skip
+        judge.fail("slot_mapping", list(short), [
+            f"overwrote the slots of the step before: {kept.tolist()} became {long.returned.tolist()}",
+            "return a new tensor each time",
+        ])  # fmt: skip
 
 
 @pytest.mark.stage(2)
@@ -132,7 +141,7 @@ def test_vectorised(judge):
     args, many = seen(512)
     if len(many.ops) > len(few_tokens.ops) + 8:
         judge.fail("slot_mapping", list(args), [
-            f"{len(many.ops)} torch operations for 512 tokens, {len(few_tokens.ops)} for 4: there is a loop over tokens",
+            f"{len(many.ops)} torch operations for 512 tokens, {len(few_tokens.ops)} for 4: it loops over tokens",
             "index with whole tensors: block_table[rows, columns] takes all tokens at once",
         ])  # fmt: skip
     if many.values_read > few_tokens.values_read + 8:
@@ -170,11 +179,12 @@ def test_refuses(judge, seq_idx, positions, block_size, because):
 
 
 @pytest.mark.stage(2)
-def test_refuses_an_unallocated_block(judge):
-    """a block id of -1 where a token goes"""
-    args = ints([[9, -1], [7, 1]]), ints([0, 0]), ints([2, 5]), 4
+@pytest.mark.parametrize("block", [-1, -7])
+def test_refuses_an_unallocated_block(judge, block):
+    """a negative block id where a token goes"""
+    args = ints([[9, block], [7, 1]]), ints([0, 0]), ints([2, 5]), 4
     judge.refuses(
-        "slot_mapping", *args, because="position 5 has no block yet (-1), and its slot would look like padding"
+        "slot_mapping", *args, because=f"position 5 has no block yet ({block}), and its slot would look like padding"
     )
 
 
@@ -194,14 +204,22 @@ def test_random_batches(judge, seed, batch_size, block_size):
 # Stage 3: writing rows
 
 
-def write(judge, slots, heads=2, dim=4, blocks=3, block_size=4, rows=None, dtype=torch.float32, hint=None, seed=1):
+SPARE = 6  # rows that key and value have in memory past their last, and slots past T: reading one must show
+
+
+def buffered(slots, stale=()):
+    """[T] slots at the start of a longer buffer, as in a captured batch: those of a longer step, or padding, follow."""
+    return ints([*slots, *stale, *[-1] * 2 * SPARE], torch.int64)[: len(slots)]
+
+
+def write(judge, slots, heads=2, dim=4, blocks=3, block_size=4, rows=None):
     """One call of reshape_and_cache on fresh caches, compared with the oracle in the whole of their allocations."""
-    rng = generator(seed)
-    shape = (len(slots) if rows is None else rows, heads, dim)
-    args = numbers(rng, shape, dtype), numbers(rng, shape, dtype), *caches(blocks, block_size, heads, dim, dtype)
-    return judge.agrees(
-        "reshape_and_cache", *args, ints(slots, torch.int64), oracle=_oracle.reshape_and_cache, hint=hint
-    )
+    rng = generator(1)
+    rows = len(slots) if rows is None else rows
+    key, value = (numbers(rng, (rows + SPARE, heads, dim), torch.float32)[:rows] for _ in "kv")
+    free = [s for s in range(blocks * block_size) if s not in slots]
+    args = key, value, *caches(blocks, block_size, heads, dim), buffered(slots, free[-SPARE:])
+    return judge.agrees("reshape_and_cache", *args, oracle=_oracle.reshape_and_cache)
 
 
 @pytest.mark.kernel
@@ -230,7 +248,7 @@ def test_every_slot(judge):
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 def test_write_block_sizes(judge, block_size):
     """block sizes of every kind"""
-    write(judge, [2 * block_size, 0, 4 * block_size - 1], blocks=4, block_size=block_size)
+    write(judge, [2 * block_size, 0, 9 * block_size - 1], blocks=9, block_size=block_size)
 
 
 @pytest.mark.kernel
@@ -245,7 +263,7 @@ def test_many_heads(judge):
 def test_the_kernel_writes(judge):
     """the rows are written by reshape_and_cache_kernel"""
     rng = generator(2)
-    args = [numbers(rng, (2, 2, 4), torch.float32) for _ in "kv"] + [*caches(3, 4, 2, 4), ints([6, 1], torch.int64)]
+    args = [numbers(rng, (2, 2, 4), torch.float32) for _ in "kv"] + [*caches(3, 4, 2, 4), buffered([6, 1])]
     seen = judge.call("reshape_and_cache", *args).observed
     if seen.torch_writes:
         judge.fail("reshape_and_cache", args, [
@@ -256,6 +274,26 @@ def test_the_kernel_writes(judge):
         judge.fail("reshape_and_cache", args, [f"reshape_and_cache_kernel was not launched ({others} was)"])
 
 
+@pytest.mark.kernel
+@pytest.mark.stage(3)
+def test_as_many_launches_for_more_tokens(judge):
+    """as many kernel launches for 24 tokens as for 2"""
+
+    def seen(tokens):
+        rng = generator(2)
+        args = [numbers(rng, (tokens, 2, 4), torch.float32) for _ in "kv"]
+        args += [*caches(6, 4, 2, 4), buffered(range(tokens))]
+        return args, judge.call("reshape_and_cache", *args).observed.launches.total()
+
+    _, few_tokens = seen(2)
+    args, many = seen(24)
+    if many > few_tokens:
+        judge.fail("reshape_and_cache", args, [
+            f"{many} launches for 24 tokens, {few_tokens} for 2: it loops over tokens",
+            "launch once: the grid runs over the tokens",
+        ])  # fmt: skip
+
+
 # Stage 4: padding and odd widths
 
 
@@ -263,7 +301,7 @@ def test_the_kernel_writes(judge):
 @pytest.mark.stage(4)
 @pytest.mark.parametrize("slots", [[5, -1, 0], [3, -1], [-1, 4], [-1], [-1, -1, -1]], ids=str)
 def test_padding(judge, slots):
-    """-1 is padding: nothing is read or written for it"""
+    """-1 is padding: nothing is written for it"""
     write(judge, slots, blocks=2)
 
 
@@ -276,7 +314,7 @@ def test_other_negative_slots(judge):
 
 @pytest.mark.kernel
 @pytest.mark.stage(4)
-@pytest.mark.parametrize(("slots", "rows"), [([5, 0], 4), ([2], 7), ([], 3)], ids=str)
+@pytest.mark.parametrize(("slots", "rows"), [([5, 0], 4), ([2], 7)], ids=str)
 def test_a_captured_batch(judge, slots, rows):
     """key and value have more rows than there are slots"""
     write(judge, slots, rows=rows)
@@ -287,6 +325,20 @@ def test_a_captured_batch(judge, slots, rows):
 def test_a_captured_step_reused(judge):
     """a buffer of 4 slots reused for 2 tokens, the rest set to -1"""
     write(judge, [8, 9, -1, -1], rows=4)
+
+
+@pytest.mark.kernel
+@pytest.mark.stage(4)
+def test_nothing_is_read_on_the_host(judge):
+    """the launch waits for nothing: no slot is looked at on the host"""
+    rng = generator(2)
+    args = [numbers(rng, (3, 2, 4), torch.float32) for _ in "kv"] + [*caches(3, 4, 2, 4), buffered([6, -1, 1])]
+    reads = judge.call("reshape_and_cache", *args).observed.host_reads
+    if reads:
+        judge.fail("reshape_and_cache", args, [
+            f"waited for the GPU: {reads[0]}",
+            "a captured step cannot wait, and every layer would: leave what the slots hold to the kernel",
+        ])  # fmt: skip
 
 
 @pytest.mark.kernel
@@ -323,7 +375,7 @@ def test_random_writes(judge, data, heads, dim, block_size):
     slots = data.draw(st.lists(st.sampled_from(free), unique=True, max_size=5), label="slots")
     for at in data.draw(st.lists(st.integers(0, len(slots)), max_size=2), label="padding"):
         slots.insert(at, -1)
-    extra = data.draw(st.integers(0, 2), label="rows past slots")
+    extra = data.draw(st.integers(0, 2), label="rows past slots") if slots else 0  # no slots are no memory to misread
     write(judge, slots, heads, dim, block_size=block_size, rows=len(slots) + extra)
 
 
@@ -335,7 +387,7 @@ def test_random_writes(judge, data, heads, dim, block_size):
 def test_fused_qkv(judge):
     """key and value are views into one fused QKV tensor"""
     qkv = numbers(generator(3), (3, 3, 2, 4), torch.float32)
-    args = qkv[:, 1], qkv[:, 2], *caches(3, 4, 2, 4), ints([10, 3, 0], torch.int64)
+    args = qkv[:, 1], qkv[:, 2], *caches(3, 4, 2, 4), buffered([10, 3, 0])
     judge.agrees("reshape_and_cache", *args, oracle=_oracle.reshape_and_cache)
 
 
@@ -345,9 +397,9 @@ def test_fused_qkv(judge):
 def test_different_strides(judge, strided):
     """the row strides of key and value differ"""
     rng = generator(4)
-    wide, dense = numbers(rng, (3, 5, 4), torch.float32), numbers(rng, (3, 2, 4), torch.float32)
+    wide, dense = numbers(rng, (3, 5, 4), torch.float32), numbers(rng, (9, 2, 4), torch.float32)[:3]
     key, value = (wide[:, 2:4], dense) if strided == "key" else (dense, wide[:, 1:3])
-    args = key, value, *caches(3, 4, 2, 4), ints([10, 3, 0], torch.int64)
+    args = key, value, *caches(3, 4, 2, 4), buffered([10, 3, 0])
     judge.agrees("reshape_and_cache", *args, oracle=_oracle.reshape_and_cache)
 
 
@@ -358,7 +410,7 @@ def test_every_other_row(judge):
     rng = generator(5)
     args = [numbers(rng, (9, 2, 4), torch.float32)[start::2] for start in (1, 2)]
     judge.agrees(
-        "reshape_and_cache", *args, *caches(3, 4, 2, 4), ints([7, -1, 2], torch.int64), oracle=_oracle.reshape_and_cache
+        "reshape_and_cache", *args, *caches(3, 4, 2, 4), buffered([7, -1, 2]), oracle=_oracle.reshape_and_cache
     )
 
 
@@ -367,8 +419,8 @@ def test_every_other_row(judge):
 def test_one_row_for_all(judge):
     """a key expanded from one row, with a row stride of 0"""
     rng = generator(6)
-    key = numbers(rng, (1, 2, 4), torch.float32).expand(3, 2, 4)
-    args = key, numbers(rng, (3, 2, 4), torch.float32), *caches(3, 4, 2, 4), ints([7, 9, 2], torch.int64)
+    key = numbers(rng, (9, 2, 4), torch.float32)[:1].expand(3, 2, 4)
+    args = key, numbers(rng, (3, 2, 4), torch.float32), *caches(3, 4, 2, 4), buffered([7, 9, 2])
     judge.agrees("reshape_and_cache", *args, oracle=_oracle.reshape_and_cache)
 
 
@@ -377,10 +429,8 @@ def test_one_row_for_all(judge):
 def test_one_head_of_any_stride(judge):
     """with one head, the stride between heads says nothing and the rows are still dense"""
     rng = generator(8)
-    args = [numbers(rng, (3, 6, 4), torch.float32)[:, 2:3] for _ in "kv"]
-    judge.agrees(
-        "reshape_and_cache", *args, *caches(3, 4, 1, 4), ints([7, 9, 2], torch.int64), oracle=_oracle.reshape_and_cache
-    )
+    args = [numbers(rng, (3, 6, 4), torch.float32)[:, 2::4] for _ in "kv"]
+    judge.agrees("reshape_and_cache", *args, *caches(3, 4, 1, 4), buffered([7, 9, 2]), oracle=_oracle.reshape_and_cache)
 
 
 @pytest.mark.kernel
@@ -390,9 +440,7 @@ def test_bit_for_bit(judge, dtype):
     """every bit pattern arrives as it was"""
     rng = generator(9)
     args = any_bits(rng, (6, 4, 16), dtype), any_bits(rng, (6, 4, 16), dtype), *caches(2, 4, 4, 16, dtype)
-    judge.agrees(
-        "reshape_and_cache", *args, ints([6, 1, 3, -1, 0, 7], torch.int64), oracle=_oracle.reshape_and_cache
-    )
+    judge.agrees("reshape_and_cache", *args, buffered([6, 1, 3, -1, 0, 7]), oracle=_oracle.reshape_and_cache)
 
 
 BIG = dict(heads=8, dim=128, block_size=16, blocks=131_074)  # 2^31 int8 values are 131,072 such blocks
@@ -421,7 +469,7 @@ def test_a_cache_past_int32(judge, slot):
     wraps |= {f"{spot}, 2^31 values too early": at - 2**31 for spot, at in spots.items()}
     for at in [*spots.values(), *(at for at in wraps.values() if at >= 0)]:
         room[at : at + width] = 77
-    args = key, value, k_cache, v_cache, ints([slot], torch.int64)
+    args = key, value, k_cache, v_cache, buffered([slot])
     judge.call("reshape_and_cache", *args, huge=True)
     small = [*args[:2], *("[131074,16,8,128 int8]" for _ in "kv"), args[4]]
     for (spot, at), row in zip(spots.items(), (value, key)):
@@ -436,28 +484,29 @@ def test_a_cache_past_int32(judge, slot):
 @pytest.mark.kernel
 @pytest.mark.stage(5)
 def test_a_key_past_int32(judge):
-    """a token whose offset in key does not fit in int32"""
-    rows, width = 3, 16
-    stride = 2**30 + 64  # row 2 begins past 2^31
+    """a token whose offset in key and value does not fit in int32"""
+    before, stride = 2**31, 2**30 + 64  # room for a wrapped offset; row 2 begins past 2^31
     try:
-        if ON_GPU and torch.cuda.mem_get_info()[0] < 4 * stride:
-            pytest.skip("needs 4 GiB of free GPU memory")
-        room = torch.empty(3 * stride, dtype=torch.int8, device=DEVICE)
+        if ON_GPU and torch.cuda.mem_get_info()[0] < before + 4 * stride:
+            pytest.skip("needs 6 GiB of free GPU memory")
+        room = torch.empty(before + 3 * stride, dtype=torch.int8, device=DEVICE)
     except RuntimeError:
-        pytest.skip("needs 3 GiB of address space")
+        pytest.skip("needs 5 GiB of address space")
     rng = generator(11)
-    key = room.as_strided((rows, 2, 8), (stride, 8, 1))
-    key.copy_(numbers(rng, (rows, 2, 8), torch.int8))
-    value = numbers(rng, (rows, 2, 8), torch.int8)
+    key, value = (room.as_strided((3, 2, 8), (stride, 8, 1), before + at) for at in (0, 16))
+    for x in (key, value):
+        x.copy_(numbers(rng, (3, 2, 8), torch.int8))
     k_cache, v_cache = caches(1, 4, 2, 8, torch.int8)
-    judge.call("reshape_and_cache", key, value, k_cache, v_cache, ints([3, 0, 2], torch.int64), huge=True)
-    for row, slot in enumerate([3, 0, 2]):
-        if not torch.equal(k_cache[0, slot], key[row]):
-            small = [f"[3,2,8 int8 strides {[stride, 8, 1]}]", value, k_cache, v_cache, ints([3, 0, 2])]
-            judge.fail("reshape_and_cache", small, [
-                f"k_cache slot {slot} does not hold key's row {row}",
-                "the offset token · stride passes 2^31: compute it in int64",
-            ])  # fmt: skip
+    slots = buffered([3, 0, 2])
+    judge.call("reshape_and_cache", key, value, k_cache, v_cache, slots, huge=True)
+    for name, x, cache in (("key", key, k_cache), ("value", value, v_cache)):
+        for row, slot in enumerate([3, 0, 2]):
+            if not torch.equal(cache[0, slot], x[row]):
+                huge = f"[3,2,8 int8 strides {[stride, 8, 1]}]"
+                judge.fail("reshape_and_cache", [huge, huge, k_cache, v_cache, slots], [
+                    f"{name[0]}_cache slot {slot} does not hold {name}'s row {row}",
+                    "the offset token · stride passes 2^31: compute it in int64",
+                ])  # fmt: skip
 
 
 # Stage 6: refusing what would corrupt
@@ -468,7 +517,7 @@ def good():
     rng = generator(12)
     key, value = numbers(rng, (3, 2, 4), torch.float32), numbers(rng, (3, 2, 4), torch.float32)
     k_cache, v_cache = caches(3, 4, 2, 4)
-    return dict(key=key, value=value, k_cache=k_cache, v_cache=v_cache, slots=ints([7, 2, 4], torch.int64))
+    return dict(key=key, value=value, k_cache=k_cache, v_cache=v_cache, slots=buffered([7, 2, 4]))
 
 
 def interleaved(which):
@@ -478,7 +527,7 @@ def interleaved(which):
 
 SPOILED = {
     "a strided k_cache": (
-        lambda g: dict(k_cache=interleaved(0)), "k_cache is kv[:, 0], every other block: taken as dense, V is overwritten"
+        lambda g: dict(k_cache=interleaved(0)), "k_cache is kv[:, 0], every other block: as dense, it overwrites V"
     ),
     "a strided v_cache": (lambda g: dict(v_cache=interleaved(1)), "v_cache is kv[:, 1], not contiguous"),
     "caches of heads first": (
@@ -516,7 +565,7 @@ SPOILED = {
         lambda g: dict(v_cache=guarded((3, 4, 2, 4), torch.float16, 8)), "v_cache is float16, the rest float32"
     ),
     "an integer of the same size": (
-        lambda g: dict(key=g["key"].to(torch.int32)), "key is int32 and the caches float32: the same size, other numbers"
+        lambda g: dict(key=g["key"].to(torch.int32)), "key is int32, the caches float32: the same size, other numbers"
     ),
     "slots of int32": (lambda g: dict(slots=g["slots"].int()), "slots are int32, read as int64 two become one"),
     "slots of two dimensions": (lambda g: dict(slots=g["slots"][:, None]), "slots must be [T]"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -184,7 +186,7 @@ def one_cache_tensor():
 @alternative
 def a_wrapper_kept():
     """One wrapper kept from step to step, planned anew in each; results in buffers of their own."""
-    kept = {}
+    kept: dict[str, Any] = {}
 
     def flashinfer_decode_layers(qs, kv_caches, block_tables, context_lens):
         import flashinfer
@@ -202,7 +204,7 @@ def a_wrapper_kept():
         if not kept:
             workspace = torch.zeros(64 << 20, dtype=torch.uint8, device=qs[0].device)
             kept["wrapper"] = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
-        wrapper = planned(qs[0], *kv_caches[0], block_tables, context_lens, kept["wrapper"])
+        wrapper = planned(qs[0], kv_caches[0][0], kv_caches[0][1], block_tables, context_lens, kept["wrapper"])
         outs = torch.empty(len(qs), *qs[0].shape, dtype=qs[0].dtype, device=qs[0].device)
         for q, kv, out in zip(qs, kv_caches, outs):
             wrapper.run(q, tuple(kv), out=out)
