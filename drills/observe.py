@@ -77,7 +77,8 @@ class _Ops(TorchDispatchMode):
             self.read(WAITING_OPS[name], 1)
         elif name in ("aten::index", "aten::index_put_") and _by_mask(name, args):
             self.read("a boolean mask as an index: the size of its result must be read", 1)
-        for spec, value in zip(func._schema.arguments, args):
+        for place, spec in enumerate(func._schema.arguments):
+            value = args[place] if place < len(args) else kwargs.get(spec.name)
             written = spec.alias_info is not None and spec.alias_info.is_write and isinstance(value, torch.Tensor)
             if written and value.untyped_storage().data_ptr() in self.watched:
                 self.seen.torch_writes.append(name)

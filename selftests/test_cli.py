@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from drills import catalog, cli, stubs
+from drills.mistakes import catalogue
+from drills.mistakes.hints import HINTS
 
 L1, F1 = catalog.L1, catalog.F1
 SOLUTION = (stubs.SOLUTIONS / L1.file).read_text(encoding="utf-8")
@@ -32,7 +34,7 @@ def test_help_has_an_example_of_every_command(tmp_path):
     top = drills("-h", cwd=tmp_path)
     assert top.returncode == 0
     assert drills(cwd=tmp_path).stdout.split() == top.stdout.split()
-    for command in ("list", "test", "grade", "reset"):
+    for command in ("list", "test", "grade", "hint", "mistakes", "reset"):
         assert command in top.stdout
         assert f"Example: drills {command}" in drills(command, "--help", cwd=tmp_path).stdout
 
@@ -52,7 +54,7 @@ def test_the_command_line_starts_without_torch(tmp_path):
     assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=ENV).returncode == 0
 
 
-@pytest.mark.parametrize("command", ["test", "grade", "reset"])
+@pytest.mark.parametrize("command", ["test", "grade", "hint", "mistakes", "reset"])
 def test_an_unknown_drill(command, tmp_path):
     done = drills(command, "l99", cwd=tmp_path)
     assert done.returncode == 2
@@ -129,6 +131,29 @@ def test_what_stops_the_grading_stops_the_tests(tmp_path):
     assert said.decode().strip() == "stopped: nothing was graded"
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)
+
+
+def test_hints_come_one_at_a_time(tmp_path):
+    stubs.reset(L1, tmp_path)
+    hints = HINTS["L1"][0]
+    for level, text in [(1, hints[0]), (2, hints[1])]:
+        done = drills("hint", "l1", "--impl", ".", cwd=tmp_path)
+        assert done.returncode == 0
+        assert f"{level} of 3: {text}" in done.stdout
+        assert "L1 · stage 1 of 6, the slot of a token" in done.stdout
+        assert L1.section(1) in done.stdout
+    both = drills("hint", "l1", "--impl", ".", "--again", cwd=tmp_path).stdout
+    assert hints[0] in both
+    assert hints[1] in both
+    assert hints[2] not in both
+
+
+def test_mistakes(tmp_path):
+    done = drills("mistakes", "l1", cwd=tmp_path)
+    assert done.returncode == 0
+    for entry in catalogue(L1):
+        assert entry.name in done.stdout
+    assert drills("mistakes", "l1", "--markdown", cwd=tmp_path).stdout.startswith("<details>")
 
 
 def test_reset(tmp_path):

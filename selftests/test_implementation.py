@@ -173,6 +173,12 @@ def test_launches_and_torch_writes():
     assert seen.torch_writes == ["aten::index_put_"]
     assert not seen.launches
 
+    def reshape_and_cache(key, value, k_cache, v_cache, slots):  # type: ignore[no-redef]  # noqa: F811
+        torch.add(key[0], 0, out=k_cache[0, 1])
+
+    seen = implementation.reference_with(reshape_and_cache, "x").run("reshape_and_cache", *args).observed
+    assert seen.torch_writes == ["aten::add"]
+
 
 def test_flashinfer_calls_are_counted():
     q, cache = torch.randn(1, 2, 64).half(), torch.randn(3, 4, 2, 64).half()

@@ -7,6 +7,8 @@ named.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 import triton
 import triton.language as tl
@@ -45,7 +47,7 @@ def _right_slots(block_table, seq_idx, positions, block_size):
 
 @mistake("slot-mapping", fails=["test_worked_example", "test_tokens_in_any_order"])
 def position_as_batch_index():
-    """The token's index t in the batch is taken for its position in the sequence: divide positions[t], never t."""
+    """The token's index in the batch is taken for its position in the sequence: use positions[t], never t."""
 
     def slot_mapping(block_table, seq_idx, positions, block_size):
         _check_tokens(block_table, seq_idx, positions, block_size)
@@ -505,22 +507,23 @@ def _width(x):
     return x.shape[-2] * x.shape[-1]
 
 
-_CHECKS = {  # name -> whether the arguments pass
-    "slots int64": lambda key, value, k_cache, v_cache, slots: slots.dtype == torch.int64,
-    "slots [T]": lambda key, value, k_cache, v_cache, slots: slots.dim() == 1,
-    "slots dense": lambda key, value, k_cache, v_cache, slots: slots.is_contiguous(),
-    "one cache shape": lambda key, value, k_cache, v_cache, slots: k_cache.shape == v_cache.shape,
-    "one dtype": lambda key, value, k_cache, v_cache, slots: key.dtype == value.dtype == k_cache.dtype == v_cache.dtype,
-    "rows [H, D]": lambda key, value, k_cache, v_cache, slots: key.shape[1:] == value.shape[1:] == k_cache.shape[2:],
-    "a row a slot": lambda key, value, k_cache, v_cache, slots: min(len(key), len(value)) >= slots.numel(),
-    "dense rows": lambda key, value, k_cache, v_cache, slots: key[:1].is_contiguous() and value[:1].is_contiguous(),
-    "dense caches": lambda key, value, k_cache, v_cache, slots: k_cache.is_contiguous() and v_cache.is_contiguous(),
+_CHECKS = {  # each of the arguments as a namespace
+    "int64_slots": lambda a: a.slots.dtype == torch.int64,
+    "flat_slots": lambda a: a.slots.dim() == 1,
+    "dense_slots": lambda a: a.slots.is_contiguous(),
+    "one_cache_shape": lambda a: a.k_cache.shape == a.v_cache.shape,
+    "one_dtype": lambda a: a.key.dtype == a.value.dtype == a.k_cache.dtype == a.v_cache.dtype,
+    "shape_of_rows": lambda a: a.key.shape[1:] == a.value.shape[1:] == a.k_cache.shape[2:],
+    "a_row_a_slot": lambda a: min(len(a.key), len(a.value)) >= a.slots.numel(),
+    "dense_rows": lambda a: a.key[:1].is_contiguous() and a.value[:1].is_contiguous(),
+    "dense_caches": lambda a: a.k_cache.is_contiguous() and a.v_cache.is_contiguous(),
 }
 
 
-def _check(*args, **other_checks):
+def _check(key, value, k_cache, v_cache, slots, **other_checks):
+    arguments = SimpleNamespace(key=key, value=value, k_cache=k_cache, v_cache=v_cache, slots=slots)
     for name, passes in (_CHECKS | other_checks).items():
-        assert passes(*args), f"the arguments must have: {name}"
+        assert passes(arguments), f"refused: {name.replace('_', ' ')}"
 
 
 def _launch(kernel, key, value, k_cache, v_cache, slots, *more, bits=True, programs=None, width=None):
@@ -547,7 +550,7 @@ def _with(kernel=reshape_and_cache_kernel, **other_checks):
 
 
 def _without(*checks):
-    return _with(**{check: lambda *args: True for check in checks})
+    return _with(**{check: lambda a: True for check in checks})
 
 
 # reshape_and_cache: another row
@@ -1113,8 +1116,8 @@ def through_float32():
         slot = tl.load(slots + token)
         column = tl.arange(0, TILE)
         live = column < tl.where(slot >= 0, HD, 0)
-        k = tl.load(key + token * key_stride + column, mask=live, other=0).to(tl.float32)
-        v = tl.load(value + token * value_stride + column, mask=live, other=0).to(tl.float32)
+        k = tl.load(key + token * key_stride + column, mask=live, other=0.0).to(tl.float32)
+        v = tl.load(value + token * value_stride + column, mask=live, other=0.0).to(tl.float32)
         at = slot * HD + column
         tl.store(k_cache + at, k.to(k_cache.dtype.element_ty), mask=live)
         tl.store(v_cache + at, v.to(v_cache.dtype.element_ty), mask=live)
@@ -1132,13 +1135,13 @@ def through_float32():
 @mistake("host-checks", fails=["test_write_refuses"], seen=["flashinfer#527", "aiter#3492"])
 def only_k_cache_checked():
     """k_cache is checked to be contiguous and v_cache is not: kv[:, 1] is as strided as kv[:, 0], check both."""
-    return _with(**{"dense caches": lambda key, value, k_cache, v_cache, slots: k_cache.is_contiguous()})
+    return _with(dense_caches=lambda a: a.k_cache.is_contiguous())
 
 
 @mistake("host-checks", fails=["test_write_refuses"], seen=["flashinfer#527", "aiter#3492", "aiter#3640"])
 def strided_cache_taken_as_dense():
-    """kv[:, 0] is every other block, and taken as dense it sends K over V: refuse caches that are not contiguous."""
-    return _without("dense caches")
+    """Dense blocks are not enough: kv[:, 0] is every other block, and K lands on V, so check all of it, not [:1]."""
+    return _with(dense_caches=lambda a: a.k_cache[:1].is_contiguous() and a.v_cache[:1].is_contiguous())
 
 
 @mistake("host-checks", fails=["test_write_refuses"])
@@ -1156,51 +1159,31 @@ def cache_made_contiguous():
 @mistake("host-checks", fails=["test_write_refuses"])
 def rows_taken_as_dense():
     """Only the row stride reaches the kernel, so the gaps in key[:, :, ::2] are copied too: refuse rows with gaps."""
-    return _without("dense rows")
+    return _without("dense_rows")
 
 
 @mistake("host-checks", fails=["test_fused_qkv", "test_every_other_row"])
 def strided_rows_refused():
     """key.is_contiguous() refuses views of a fused QKV tensor, the usual input: ask it of a single row, key[:1]."""
-    return _with(
-        **{"dense rows": lambda key, value, k_cache, v_cache, slots: key.is_contiguous() and value.is_contiguous()}
-    )
+    return _with(dense_rows=lambda a: a.key.is_contiguous() and a.value.is_contiguous())
 
 
 @mistake("host-checks", fails=["test_one_head_of_any_stride"])
 def stride_of_one_head_compared():
     """stride(1) == D refuses a tensor of one head, where no step is ever made: is_contiguous() knows such strides."""
-    return _with(
-        **{
-            "dense rows": lambda key, value, k_cache, v_cache, slots: (
-                key.stride()[1:] == value.stride()[1:] == k_cache.stride()[2:]
-            )
-        }
-    )
+    return _with(dense_rows=lambda a: a.key.stride()[1:] == a.value.stride()[1:] == a.k_cache.stride()[2:])
 
 
 @mistake("host-checks", fails=["test_no_tokens_to_write"])
 def first_row_of_no_rows():
     """key[0] raises where there are no rows, and a step may have none: the slice key[:1] is then empty, and dense."""
-    return _with(
-        **{
-            "dense rows": lambda key, value, k_cache, v_cache, slots: (
-                key[0].is_contiguous() and value[0].is_contiguous()
-            )
-        }
-    )
+    return _with(dense_rows=lambda a: a.key[0].is_contiguous() and a.value[0].is_contiguous())
 
 
 @mistake("host-checks", fails=["test_write_refuses"])
 def sizes_of_dtypes_compared():
     """int32 and float32 have one size, and their bits mean different numbers: compare the dtypes themselves."""
-    return _with(
-        **{
-            "one dtype": lambda key, value, k_cache, v_cache, slots: (
-                len({x.element_size() for x in (key, value, k_cache, v_cache)}) == 1
-            )
-        }
-    )
+    return _with(one_dtype=lambda a: len({x.element_size() for x in (a.key, a.value, a.k_cache, a.v_cache)}) == 1)
 
 
 @mistake("host-checks", fails=["test_write_refuses"])
@@ -1208,7 +1191,7 @@ def other_dtypes_converted():
     """A store converts to the cache's dtype without a word, and whoever mixed them up never hears of it: refuse."""
 
     def reshape_and_cache(*args):
-        _check(*args, **{"one dtype": lambda *args: True})
+        _check(*args, one_dtype=lambda a: True)
         _launch(reshape_and_cache_kernel, *args, bits=len({x.dtype for x in args[:4]}) == 1)
 
     return reshape_and_cache
@@ -1217,59 +1200,55 @@ def other_dtypes_converted():
 @mistake("host-checks", fails=["test_write_refuses"])
 def widths_compared():
     """[4, 2] and [2, 4] have the same H · D, and heads come out torn apart: compare H and D, not their product."""
-    return _with(
-        **{"rows [H, D]": lambda key, value, k_cache, v_cache, slots: _width(key) == _width(value) == _width(k_cache)}
-    )
+    return _with(shape_of_rows=lambda a: _width(a.key) == _width(a.value) == _width(a.k_cache))
 
 
 @mistake("host-checks", fails=["test_write_refuses"])
 def row_shapes_unchecked():
     """Rows of another H or D are cut off or run on into the next row: compare them with the caches' H and D."""
-    return _without("rows [H, D]")
+    return _without("shape_of_rows")
 
 
 @mistake("host-checks", fails=["test_write_refuses"])
 def cache_sizes_compared():
     """Caches of one size may be cut into other blocks, and then V's readers look elsewhere: compare the shapes."""
-    return _with(**{"one cache shape": lambda key, value, k_cache, v_cache, slots: k_cache.numel() == v_cache.numel()})
+    return _with(one_cache_shape=lambda a: a.k_cache.numel() == a.v_cache.numel())
 
 
 @mistake("host-checks", fails=["test_write_refuses"])
 def cache_shapes_unchecked():
     """A v_cache with fewer blocks than k_cache is written past its end: check that the caches have one shape."""
-    return _with(
-        **{"one cache shape": lambda key, value, k_cache, v_cache, slots: k_cache.shape[2:] == v_cache.shape[2:]}
-    )
+    return _with(one_cache_shape=lambda a: a.k_cache.shape[2:] == a.v_cache.shape[2:])
 
 
 @mistake("host-checks", fails=["test_write_refuses"])
 def only_keys_counted():
     """key has a row for each slot, but nobody counted value's: check both."""
-    return _with(**{"a row a slot": lambda key, value, k_cache, v_cache, slots: len(key) >= len(slots)})
+    return _with(a_row_a_slot=lambda a: len(a.key) >= len(a.slots))
 
 
 @mistake("host-checks", fails=["test_write_refuses"])
 def rows_uncounted():
     """With fewer rows than slots the kernel reads on past the end of key: check len(key) >= len(slots), and value's."""
-    return _without("a row a slot")
+    return _without("a_row_a_slot")
 
 
 @mistake("host-checks", fails=["test_write_refuses"])
 def slots_of_any_integer():
     """int32 slots make slot · H · D an int32 product, which wraps in a large cache: refuse all but int64."""
-    return _without("slots int64")
+    return _without("int64_slots")
 
 
 @mistake("host-checks", fails=["test_write_refuses"])
 def slots_of_any_shape():
     """slots.numel() counts a [T, 1] tensor as T slots, though it is not what was asked for: check slots.dim() == 1."""
-    return _without("slots [T]")
+    return _without("flat_slots")
 
 
 @mistake("host-checks", fails=["test_strided_slots"])
 def strided_slots_taken_as_dense():
     """The kernel steps one entry a token, through a view of every other entry as well: check slots.is_contiguous()."""
-    return _without("slots dense")
+    return _without("dense_slots")
 
 
 @mistake("host-checks", fails=["test_write_refuses"], tells=False)

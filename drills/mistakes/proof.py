@@ -71,7 +71,8 @@ def run(name: str, function: Callable[..., Any], keep: Callable[[str, int], bool
             elif report.when == "call":
                 proof.passed.append(test)
 
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--everything", f"--rootdir={catalog.PACKAGE.parent}"]
+    idle = ["cacheprovider", "xdist", "unraisableexception", "logging"]  # of no use here; two of them cost a third
+    options = ["-q", "--everything", f"--rootdir={catalog.PACKAGE.parent}", *(f"-pno:{plugin}" for plugin in idle)]
     with (
         implementation.using(implementation.reference_with(function, name)),
         mock.patch.object(mistakes, "diagnose", _until_it_finds(mistakes.diagnose)),

@@ -37,7 +37,7 @@ def block_table_to_csr(block_tables, context_lens, page_size):
     assert (pages <= W).all(), f"block_tables has {W} columns, too few for context_lens of rows {rows_where(pages > W)}"
     live = torch.arange(W, device=pages.device) < pages[:, None]
     indices = block_tables[live].int()
-    assert (indices >= 0).all(), f"block_tables has a negative id in use in rows {rows_where((block_tables < 0) & live)}"
+    assert (indices >= 0).all(), f"block_tables has negative ids in use: rows {rows_where((block_tables < 0) & live)}"
     indptr = torch.zeros(B + 1, dtype=torch.int32, device=pages.device)
     indptr[1:] = pages.cumsum(0)  # cumsum promotes to int64, the assignment brings it back
     return indptr, indices, (context_lens - (pages - 1) * page_size).int()  # never ctx % page_size: 16 % 16 is 0

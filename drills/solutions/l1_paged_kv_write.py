@@ -68,7 +68,7 @@ def reshape_and_cache(key, value, k_cache, v_cache, slots):
     for name, x in {"key": key, "value": value, "k_cache": k_cache, "v_cache": v_cache}.items():
         same = x.dtype == k_cache.dtype and x.device == slots.device
         assert same, f"{name} is {x.dtype} on {x.device}, expected {k_cache.dtype} on {slots.device}: convert it first"
-        assert x.shape[-2:] == k_cache.shape[2:], f"{name} must be [.., H, D] like k_cache {k_cache.shape}, got {x.shape}"
+        assert x.shape[-2:] == k_cache.shape[2:], f"{name} is {x.shape}: its heads and head dim must be k_cache's"
     for name, x in {"key": key, "value": value}.items():
         assert x.dim() == 3 and len(x) >= T, f"{name} must be [T', H, D] with a row a slot, {T} or more, got {x.shape}"
         assert x[:1].is_contiguous(), f"{name}'s rows must be dense [H, D]: call .contiguous() on it"

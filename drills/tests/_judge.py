@@ -6,6 +6,7 @@ dtypes, then the first value that differs and where that is), what it is a sign 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
@@ -15,6 +16,7 @@ from _pytest.outcomes import Failed
 
 from drills import catalog, mistakes
 from drills.implementation import Implementation, Outcome, cause, first_line, tensors
+from drills.mistakes import Mistake
 from drills.tests._paged import allocation, copy_of
 
 REFUSALS = (AssertionError, ValueError, TypeError, IndexError)
@@ -25,18 +27,23 @@ SHOWN_VALUES = 12  # a tensor with more is named by its shape
 class Verdict(Failed):
     """A failed check. Its text is all that the learner is shown."""
 
-    def __init__(self, text: str):
-        super().__init__(text, pytrace=False)
+    def __init__(self, lines: list[str], hint: str | None, read: str, look_up: Callable[[], Mistake | None] | None):
+        self.lines, self.hint, self.read, self.look_up = lines, hint, read, look_up
+        super().__init__(self.text(), pytrace=False)
+
+    def text(self, found: Mistake | None = None) -> str:
+        """What to show, with the mistake that `look_up` has found, if it was asked and has."""
+        if found is None:
+            return "\n".join([*self.lines, *([f"  {self.hint}"] if self.hint else []), f"  Read {self.read}"])
+        happened = [f"  It has happened: {', '.join(found.seen)}."] if found.seen else []
+        return "\n".join([*self.lines, f"  This is {found.name}: {found.lesson}", *happened, f"  Read {found.read}"])
 
 
 class Judge:
     """Runs one test's calls through an implementation. Each method returns only when all is well."""
 
-    def __init__(
-        self, impl: Implementation, drill: catalog.Drill, stage: int, test: str, title: str, diagnoses: bool = True
-    ):
+    def __init__(self, impl: Implementation, drill: catalog.Drill, stage: int, test: str, title: str):
         self.impl, self.drill, self.stage, self.test, self.title = impl, drill, stage, test, title
-        self.diagnoses = diagnoses
 
     def agrees(
         self,
@@ -116,21 +123,16 @@ class Judge:
         after: list[Any] | None = None,
     ) -> NoReturn:
         """Raise the verdict. args: the arguments before the call. With the outcome, and the arguments after it, the
-        catalogue of mistakes is asked for one that does the same."""
-        lines = [f"  {_call_line(function, args)}", *(f"  {line}" for line in problem)]
-        found = None
-        if outcome is not None and self.diagnoses:
-            found = mistakes.diagnose(
-                function, self.test, lambda made: _does_the_same(made, function, args, outcome, after)
-            )
-        if found:
-            lines.append(f"  This is {found.name}: {found.lesson}")
-            if found.seen:
-                lines.append(f"  It has happened: {', '.join(found.seen)}.")
-        elif hint:
-            lines.append(f"  {hint}")
-        lines.append(f"  Read {found.read if found else self.drill.section(self.stage)}")
-        raise Verdict("\n".join([self.heading, *lines]))
+        catalogue of mistakes can be asked for one that does the same."""
+        lines = [self.heading, f"  {_call_line(function, args)}", *(f"  {line}" for line in problem)]
+        look_up = None
+        if outcome is not None:
+
+            def look_up() -> Mistake | None:
+                same = functools.partial(_does_the_same, function=function, before=args, outcome=outcome, after=after)
+                return mistakes.diagnose(function, self.test, same)
+
+        raise Verdict(lines, hint, self.drill.section(self.stage), look_up)
 
     @property
     def heading(self) -> str:
@@ -139,7 +141,7 @@ class Judge:
 
 
 def _does_the_same(
-    made: Callable[..., Any], function: str, before: list[Any], outcome: Outcome, after: list[Any] | None
+    made: Callable[..., Any], *, function: str, before: list[Any], outcome: Outcome, after: list[Any] | None
 ) -> bool:
     """Whether `made` does on the same arguments exactly what the outcome shows: result, error, and damage in memory."""
     trial = copy_of(before, pad=ROOM)  # what it writes out of bounds must not end this process

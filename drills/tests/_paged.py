@@ -143,6 +143,15 @@ def copy_of(value: Any, device: str | None = None, pad: int = 0) -> Any:
     return copy(value)
 
 
+def has_room(gib: int) -> bool:
+    """Whether one allocation of so many GiB can be had here. On a CPU only what is touched of it takes memory."""
+    try:
+        torch.empty(gib << 30, dtype=torch.int8, device=DEVICE)
+    except RuntimeError:
+        return False
+    return True
+
+
 def allocation(x: torch.Tensor) -> torch.Tensor:
     """All of the memory that a view lives in, in elements of its dtype, on the CPU."""
     storage = x.untyped_storage()

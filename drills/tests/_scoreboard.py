@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from drills import catalog
+from drills.tests._judge import Verdict
 
-DIAGNOSED = 8  # failures of a stage that are looked up among the mistakes: each look-up runs dozens of them
+MOST_FOUND, MOST_IN_VAIN = 8, 3  # look-ups among the mistakes in one run of a drill: each runs dozens of functions
 ORDER = ("passed", "failed", "not started", "skipped")
 
 
@@ -21,14 +22,24 @@ class Scoreboard:
     counts: dict[tuple[str, int], Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     skips: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     timeouts: Counter[str] = field(default_factory=Counter)
+    asked: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     shown: set[str] = field(default_factory=set)
     held: Counter[str] = field(default_factory=Counter)
 
-    def diagnoses(self, drill: str, stage: int) -> bool:
-        """Whether a failure here should be looked up among the mistakes: not if it is held back, or one of many."""
-        failed = {number: self.counts[drill, number]["failed"] for number in range(1, stage + 1)}
-        earlier = any(failed[number] for number in range(1, stage))
-        return self.everything or (not earlier and failed[stage] < DIAGNOSED)
+    def diagnosed(self, verdict: Verdict, drill: str, stage: int) -> str:
+        """A verdict's text, looked up among the mistakes if it will be shown and is not one of many."""
+        earlier = any(self.counts[drill, before]["failed"] for before in range(1, stage))
+        asked = self.asked[drill]
+        found = None
+        if (
+            verdict.look_up
+            and (self.everything or not earlier)
+            and asked["found"] < MOST_FOUND
+            and asked["nothing"] < MOST_IN_VAIN
+        ):
+            found = verdict.look_up()
+            asked["found" if found else "nothing"] += 1
+        return verdict.text(found)
 
     def add(self, report: pytest.TestReport) -> None:
         """Count one finished test, and decide whether its failure is shown or held back."""

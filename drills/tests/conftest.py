@@ -79,8 +79,7 @@ def judge(request: pytest.FixtureRequest) -> Judge:
 
 def judge_of(item: pytest.Item) -> Judge:
     test = getattr(item, "originalname", item.name)
-    drill, stage, board = drill_of(item), stage_of(item), item.config.stash[board_key]
-    return Judge(item.config.stash[impl_key], drill, stage, test, title_of(item), board.diagnoses(drill.id, stage))
+    return Judge(item.config.stash[impl_key], drill_of(item), stage_of(item), test, title_of(item))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -103,7 +102,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
     elif isinstance(error, implementation.Unusable):
         state, text = "unusable", f"{judge_of(item).heading}\n  " + str(error).replace("\n", "\n  ")
     elif isinstance(error, Verdict):
-        text = str(error)
+        text = item.config.stash[board_key].diagnosed(error, drill_of(item).id, stage_of(item))
     elif report.failed and "Timeout (>" in str(error):
         state = "timeout"
         text = f"{title_of(item)}\n  did not end within {SECONDS_A_TEST} s, and was stopped in\n{report.longreprtext}"

@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from drills.lane import DEVICE, ON_GPU
+from drills.lane import DEVICE
 from drills.tests import _oracle
 from drills.tests._judge import REFUSALS
 from drills.tests._paged import (
@@ -16,6 +16,7 @@ from drills.tests._paged import (
     caches,
     generator,
     guarded,
+    has_room,
     ints,
     numbers,
     ragged,
@@ -443,9 +444,11 @@ def test_bit_for_bit(judge, dtype):
     judge.agrees("reshape_and_cache", *args, buffered([6, 1, 3, -1, 0, 7]), oracle=_oracle.reshape_and_cache)
 
 
+big_memory = pytest.mark.skipif(not has_room(7), reason="needs 7 GiB of memory in one piece, little of it touched")
 BIG = dict(heads=8, dim=128, block_size=16, blocks=131_074)  # 2^31 int8 values are 131,072 such blocks
 
 
+@big_memory
 @pytest.mark.kernel
 @pytest.mark.stage(5)
 @pytest.mark.parametrize("slot", [2_097_157, 2_097_151], ids=["past 2^31", "just before"])
@@ -455,12 +458,7 @@ def test_a_cache_past_int32(judge, slot):
     size = BIG["blocks"] * BIG["block_size"] * width
     shape = (BIG["blocks"], BIG["block_size"], BIG["heads"], BIG["dim"])
     # One allocation, most of which is never touched: room for a wrapped offset, then v_cache, then k_cache.
-    try:
-        if ON_GPU and torch.cuda.mem_get_info()[0] < 3 * size + 2**30:
-            pytest.skip(f"needs {3 * size / 2**30:.0f} GiB of free GPU memory")
-        room = torch.empty(3 * size, dtype=torch.int8, device=DEVICE)
-    except RuntimeError:
-        pytest.skip(f"needs {3 * size / 2**30:.0f} GiB of address space")
+    room = torch.empty(3 * size, dtype=torch.int8, device=DEVICE)
     v_cache, k_cache = room[size : 2 * size].view(shape), room[2 * size :].view(shape)
     rng = generator(10)
     key, value = numbers(rng, (1, 8, 128), torch.int8), numbers(rng, (1, 8, 128), torch.int8)
@@ -481,17 +479,13 @@ def test_a_cache_past_int32(judge, slot):
             ])  # fmt: skip
 
 
+@big_memory
 @pytest.mark.kernel
 @pytest.mark.stage(5)
 def test_a_key_past_int32(judge):
     """a token whose offset in key and value does not fit in int32"""
     before, stride = 2**31, 2**30 + 64  # room for a wrapped offset; row 2 begins past 2^31
-    try:
-        if ON_GPU and torch.cuda.mem_get_info()[0] < before + 4 * stride:
-            pytest.skip("needs 6 GiB of free GPU memory")
-        room = torch.empty(before + 3 * stride, dtype=torch.int8, device=DEVICE)
-    except RuntimeError:
-        pytest.skip("needs 5 GiB of address space")
+    room = torch.empty(before + 3 * stride, dtype=torch.int8, device=DEVICE)
     rng = generator(11)
     key, value = (room.as_strided((3, 2, 8), (stride, 8, 1), before + at) for at in (0, 16))
     for x in (key, value):

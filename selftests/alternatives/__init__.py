@@ -1,4 +1,4 @@
-"""Right implementations, each written another way than the reference. A suite that fails one is fitted to the reference."""
+"""Right implementations, each written in another way than the reference: a suite that fails one is over-fitted."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def scatter_rows():
         assert indptr[0].item() == 0
         assert torch.all(pages > 0)
         assert indptr[-1].item() == indices.shape[0]
-        assert torch.all((0 < last_page_len) & (last_page_len <= page_size))
+        assert torch.all((last_page_len > 0) & (last_page_len <= page_size))
         width = max([*pages.amax(0, keepdim=True).tolist()] if len(pages) else [0])
         if max_blocks is not None:
             assert max_blocks >= width
@@ -227,7 +227,8 @@ def one_program():
 
     @triton.jit
     def block_table_to_csr_kernel(
-        table, lens, indptr, indices, last, stride, room, page, B: tl.constexpr, P: tl.constexpr, W: tl.constexpr, C: tl.constexpr
+        table, lens, indptr, indices, last, stride, room, page,
+        B: tl.constexpr, P: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
     ):  # fmt: skip
         rows = tl.arange(0, P)
         n = tl.load(lens + rows, mask=rows < B, other=0).to(tl.int64)
