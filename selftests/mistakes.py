@@ -6,8 +6,8 @@ from collections import defaultdict
 
 import pytest
 
-from drills import catalog, lane
-from drills.mistakes import Mistake, catalogue, proof
+from drills import catalog
+from drills.mistakes import LANES, Mistake, catalogue, proof, shows_here
 
 NAMED_AT_LEAST = 0.85  # of the mistakes whose output can tell, as many must be the first diagnosis of their own output
 
@@ -18,8 +18,8 @@ def entries(drill: catalog.Drill) -> list:
 
 def check_fails(entry: Mistake, results: dict[str, proof.Proof]) -> None:
     """The suite fails this mistake, in the tests that its entry names."""
-    if entry.lane == "gpu" and not lane.ON_GPU:
-        pytest.skip("needs a GPU: only there it shows")
+    if not shows_here(entry):
+        pytest.skip(f"needs the other lane, {LANES[entry.lane]}: only there it shows")
     result = results[entry.name] = proof.prove_one(entry)
     assert result.failed, f"{entry.name} survives: the suite needs a test that fails it"
     survived = set(entry.fails) - result.killers
@@ -53,6 +53,6 @@ def _problem(message: str) -> str:
 
 
 def _need_all(drill: catalog.Drill, results: dict[str, proof.Proof]) -> None:
-    missing = [e.name for e in catalogue(drill) if e.name not in results and (lane.ON_GPU or e.lane == "cpu")]
+    missing = [e.name for e in catalogue(drill) if e.name not in results and shows_here(e)]
     if missing:
         pytest.skip(f"run the whole file: it looks at all mistakes together, and {len(missing)} were not run")

@@ -92,7 +92,7 @@ def _table(report: Report) -> Table:
 
 def matrix(drills: list[Drill], console: Console) -> None:
     """The catalogue of mistakes, a row each."""
-    from drills.mistakes import matrix
+    from drills.mistakes import LANES, matrix
 
     table = Table("mistake", "stage", "failed by", "lane", "it has happened", show_lines=True)
     for drill in drills:
@@ -100,7 +100,11 @@ def matrix(drills: list[Drill], console: Console) -> None:
             tests = ", ".join(test.removeprefix("test_").replace("_", " ") for test in entry.fails)
             seen = ", ".join(entry.seen)
             table.add_row(
-                f"{entry.name}\n[dim]{escape(entry.lesson)}[/dim]", _stages(drill, stages), tests, entry.lane, seen
+                f"{entry.name}\n[dim]{escape(entry.lesson)}[/dim]",
+                _stages(drill, stages),
+                tests,
+                LANES[entry.lane],
+                seen,
             )
     console.print(table)
 
@@ -112,9 +116,9 @@ def _stages(drill: Drill, stages: list[int]) -> str:
 def prove(drills: list[Drill], console: Console) -> bool:
     """Run the suite against each mistake that this lane can show. Whether it failed all of them, where it should."""
     from drills import lane
-    from drills.mistakes import catalogue, proof
+    from drills.mistakes import catalogue, proof, shows_here
 
-    entries = {e.name: e for drill in drills for e in catalogue(drill) if lane.ON_GPU or e.lane == "cpu"}
+    entries = {e.name: e for drill in drills for e in catalogue(drill) if shows_here(e)}
     survivors = []
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("mistakes", total=len(entries))

@@ -21,7 +21,7 @@ from typing import Any
 
 from drills import catalog, lane
 
-LANES = ("cpu", "gpu")
+LANES = {"any": "CPU, GPU", "cpu": "CPU", "gpu": "GPU"}
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Mistake:
     section: str  # the anchor of the page that explains it
     fails: tuple[str, ...]  # the tests that must fail it, by function name
     seen: tuple[str, ...]  # public reports in which it shipped
-    lane: str  # "gpu": only a GPU can show it
+    lane: str  # of LANES: "gpu" shows only there, "cpu" only where FlashInfer's stand-in is stricter than the real one
     tells: bool  # whether its output shows it (not so for what is only slow, or not a kernel)
     make: Callable[[], Callable[..., Any]]
 
@@ -49,7 +49,7 @@ _entries: list[Mistake] = []
 
 
 def mistake(
-    section: str, *, fails: Sequence[str], seen: Sequence[str] = (), lane: str = "cpu", tells: bool = True
+    section: str, *, fails: Sequence[str], seen: Sequence[str] = (), lane: str = "any", tells: bool = True
 ) -> Callable[[Callable[[], Callable[..., Any]]], Callable[[], Callable[..., Any]]]:
     """Enter a factory of a wrong function into the catalogue; its docstring is the lesson."""
 
@@ -73,6 +73,11 @@ def catalogue(drill: catalog.Drill | None = None) -> list[Mistake]:
     return [entry for entry in _entries if drill is None or entry.drill == drill]
 
 
+def shows_here(entry: Mistake) -> bool:
+    """Whether the lane of this process can show the mistake."""
+    return entry.lane in ("any", "gpu" if lane.ON_GPU else "cpu")
+
+
 def diagnose(function: str, test: str, gives: Callable[[Callable[..., Any]], bool]) -> Mistake | None:
     """The mistake that a wrong result is a sign of, or None.
 
@@ -81,7 +86,7 @@ def diagnose(function: str, test: str, gives: Callable[[Callable[..., Any]], boo
     """
     drill, _ = catalog.owner(function)
     order = sorted(
-        (entry for entry in catalogue(drill) if entry.tells and (lane.ON_GPU or entry.lane == "cpu")),
+        (entry for entry in catalogue(drill) if entry.tells and shows_here(entry)),
         key=lambda entry: (test not in entry.fails, len(entry.fails) if entry.fails else math.inf),
     )
     for entry in order:

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterable, Iterator
 
 from drills import catalog
-from drills.mistakes import Mistake, catalogue
+from drills.mistakes import LANES, Mistake, catalogue
 
 
 def stages_of_tests(drill: catalog.Drill) -> dict[str, int]:
@@ -37,6 +37,6 @@ def markdown(drills: Iterable[catalog.Drill] = catalog.DRILLS) -> str:
         for entry, stages in entries:
             tests = " ".join(f"`{test.removeprefix('test_')}`" for test in entry.fails)
             numbers = ", ".join(map(str, stages))
-            lines.append(f"| {entry.name} | {numbers} | {tests} | {entry.lane.upper()} | {', '.join(entry.seen)} |")
+            lines.append(f"| {entry.name} | {numbers} | {tests} | {LANES[entry.lane]} | {', '.join(entry.seen)} |")
         lines += ["", "</details>", ""]
     return "\n".join(lines)
