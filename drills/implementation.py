@@ -29,7 +29,7 @@ from drills import catalog
 from drills.observe import Observed, watching
 
 HERE = Path(__file__).resolve().parent
-OFF_LIMITS = ("drills.solutions", "drills.tests", "drills.mistakes")
+OFF_LIMITS = ("drills.", "solutions.", "selftests.")  # an implementation imports nothing of ours
 BUILT_IN = {"mine": HERE / "mine", "solutions": HERE / "solutions"}
 
 
@@ -158,9 +158,15 @@ class Implementation:
     def function(self, name: str) -> Callable[..., Any]:
         """The learner's function. Raises Unusable when its module cannot be imported or does not define it."""
         drill, entry = catalog.owner(name)
-        found = getattr(self._module(drill), name, None)
+        path = self.directory / drill.file
+        try:
+            with _alone():
+                found = getattr(self._module(drill), name, None)
+        except Exception as error:  # a module may have a __getattr__ of its own
+            if isinstance(error, Unusable):
+                raise
+            raise Unusable(f"{shown(path)} has no {name}: asked for it, it raised {first_line(error)}") from None
         if not callable(found):
-            path = self.directory / drill.file
             raise Unusable(f"{shown(path)} defines no {name}. The drill needs\n    def {entry.signature}: ...")
         return found
 
@@ -265,7 +271,7 @@ def _forbidden_sync() -> Iterator[None]:
 class _Refuse(importlib.abc.MetaPathFinder):
     @staticmethod
     def find_spec(fullname, path=None, target=None):
-        if fullname.startswith(OFF_LIMITS):
+        if f"{fullname}.".startswith(OFF_LIMITS) and fullname != "drills":
             raise ImportError(f"{fullname} is not for an implementation to import: the drill is to write it")
         return
 

@@ -215,3 +215,26 @@ def test_where_triton_has_no_build(monkeypatch, submission):
 
 def test_the_interpreter_is_chosen_without_a_gpu():
     assert torch.cuda.is_available() or os.environ["TRITON_INTERPRET"] == "1"
+
+
+CHEATS = [
+    "from drills.solutions.l1_paged_kv_write import slot_mapping",
+    "import drills.tests._oracle",
+    "from drills.implementation import select\nslot_mapping = select('solutions').function('slot_mapping')",
+    "from selftests.alternatives import ALTERNATIVES",
+    "def __getattr__(name):\n    from drills.solutions import l1_paged_kv_write\n    return l1_paged_kv_write.slot_mapping",
+    "import sys, drills\nsys.path.insert(0, drills.__path__[0])\nfrom solutions.l1_paged_kv_write import *",
+    "def slot_mapping(*args):\n    import importlib\n"
+    "    return importlib.import_module('drills.solutions.l1_paged_kv_write').slot_mapping(*args)",
+]
+
+
+@pytest.mark.parametrize("text", CHEATS)
+def test_the_reference_is_out_of_reach(submission, text, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    impl = submission(text)
+    try:
+        error: BaseException | None = impl.run("slot_mapping", TABLE, SEQ, POS, 4).raised
+    except Unusable as unusable:
+        error = unusable
+    assert "not for an implementation to import" in str(error)

@@ -57,7 +57,8 @@ def show(report: Report, console: Console) -> None:
     if failed:
         console.print(f"FAILED: {', '.join(failed)}", style="bold red")
     else:
-        but = f", but for {skipped} tests that this lane cannot run" if skipped else ""
+        tests = "1 test" if skipped == 1 else f"{skipped} tests"
+        but = f", but for {tests} that this lane cannot run" if skipped else ""
         console.print(f"PASSED: {', '.join(each.drill.id for each in report.drills)}{but}", style="bold green")
 
 
