@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 import pytest
+
+os.environ.setdefault("DRILLS_EXAMPLES", "8")  # this runs the suite on hundreds of functions
 
 from drills import lane  # noqa: F401  (before anything imports Triton)
 from drills.tests import _flashinfer_contract

@@ -222,7 +222,7 @@ CHEATS = [
     "import drills.tests._oracle",
     "from drills.implementation import select\nslot_mapping = select('solutions').function('slot_mapping')",
     "from selftests.alternatives import ALTERNATIVES",
-    "def __getattr__(name):\n    from drills.solutions import l1_paged_kv_write\n    return l1_paged_kv_write.slot_mapping",
+    "def __getattr__(name):\n    from drills.solutions import l1_paged_kv_write\n    return l1_paged_kv_write",
     "import sys, drills\nsys.path.insert(0, drills.__path__[0])\nfrom solutions.l1_paged_kv_write import *",
     "def slot_mapping(*args):\n    import importlib\n"
     "    return importlib.import_module('drills.solutions.l1_paged_kv_write').slot_mapping(*args)",

@@ -117,7 +117,7 @@ def prove(names: Iterable[str], workers: int = 2) -> Iterator[Proof]:
 def _prove_share(share: list[str], results: queue.Queue[Proof | Exception | None]) -> None:
     """Read a child's lines as they come: a pipe that nobody reads would stop it."""
     command = [sys.executable, "-m", "drills.mistakes.proof", *share]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "DRILLS_EXAMPLES": "8"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=catalog.PACKAGE.parent, env=env) as child:
         assert child.stdout is not None
         for line in child.stdout:

@@ -6,13 +6,27 @@ lengths are ragged and some are exact multiples of the page, whatever the contra
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from hypothesis import HealthCheck, Phase, settings
 
 from drills.lane import DEVICE
 
+EXAMPLES = int(os.environ.get("DRILLS_EXAMPLES", 20))  # fewer where the suite is run on hundreds of functions
+
+# Random tests: the same examples in every run, cut down to the smallest that fails.
+few = settings(
+    max_examples=EXAMPLES,
+    phases=[Phase.generate, Phase.shrink] if EXAMPLES >= 20 else [Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    deadline=None,
+    derandomize=True,
+    database=None,
+    report_multiple_bugs=False,
+)
 POISON = (-1, 2**30, 999, -7)  # page ids past the live part of a row: reading one must show
 GUARD_ROWS = 12
 

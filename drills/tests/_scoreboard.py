@@ -108,7 +108,7 @@ class Scoreboard:
 
 
 def _about(report: pytest.TestReport) -> dict[str, Any]:
-    return dict(report.user_properties)
+    return dict(getattr(report, "user_properties", ()))  # a file that cannot be collected has none
 
 
 def _state(report: pytest.TestReport) -> str:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from drills.lane import DEVICE, ON_GPU
@@ -15,6 +15,7 @@ from drills.tests._judge import REFUSALS
 from drills.tests._paged import (
     Batch,
     batch,
+    few,
     filled_caches,
     generator,
     guarded,
@@ -22,11 +23,6 @@ from drills.tests._paged import (
     ragged,
 )
 
-few = settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-    max_examples=20, deadline=None, derandomize=True, database=None, report_multiple_bugs=False,
-    phases=[Phase.generate, Phase.shrink],  # explaining a failure takes seconds, and the judge explains it
-)  # fmt: skip
 CLOSE = {torch.float16: 3e-3, torch.bfloat16: 1.5e-2}  # of a row's norm: a few roundings of the output's type
 INTEGERS = pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
 FROM_FLASHINFER = (RuntimeError, BufferError)  # where FlashInfer itself refuses, its error will do

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from drills.lane import DEVICE
@@ -14,6 +14,7 @@ from drills.tests._paged import (
     any_bits,
     batch,
     caches,
+    few,
     generator,
     guarded,
     has_room,
@@ -22,11 +23,6 @@ from drills.tests._paged import (
     ragged,
 )
 
-few = settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-    max_examples=20, deadline=None, derandomize=True, database=None, report_multiple_bugs=False,
-    phases=[Phase.generate, Phase.shrink],  # explaining a failure takes seconds, and the judge explains it
-)  # fmt: skip
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2]
 
 
