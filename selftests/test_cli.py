@@ -98,6 +98,13 @@ def test_grade_passes_a_solution_however_noisy(tmp_path):
     assert "noise" not in done.stdout + done.stderr
 
 
+def test_grade_passes_the_solutions(tmp_path):
+    done = drills("grade", "f1", "--impl", "solutions", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "PASSED: F1, but for 1 test that this lane cannot run" in done.stdout
+    assert "F1: 1 skipped: needs a GPU: a CUDA graph is captured and replayed" in done.stdout
+
+
 def test_grade_fails_a_file_that_is_absent(tmp_path):
     stubs.reset(F1, tmp_path)
     done = drills("grade", L1.file, cwd=tmp_path, DRILLS_IMPL=".")
