@@ -20,7 +20,7 @@ grade: .venv/ready ## Grade IMPL and print the report
 
 test: .venv/ready-dev check ## Everything: lint, types, this repository's own tests, the graded suite on the reference
 	@echo "-- tests, $(WORKERS) workers"
-	@.venv/bin/python -m pytest -n $(WORKERS) --dist loadfile -q
+	@.venv/bin/python -m pytest selftests -rf -n $(WORKERS) --dist loadfile -q
 
 check: .venv/ready-dev ## Format, lint and types only
 	@echo "-- ruff and mypy"

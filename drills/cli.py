@@ -159,6 +159,8 @@ def reset(
 ) -> None:
     """Start a drill afresh from its empty stub. What you had written is kept in .backup beside it."""
     where = directory(impl)
+    if where.resolve() == stubs.SOLUTIONS:
+        fail("the solutions are what the stubs are made from: choose another directory")
     for drill in chosen(drills):
         path = where / drill.file
         if stubs.differs(drill, where) and not yes:

@@ -38,7 +38,11 @@ class SelectionError(Exception):
 
 
 class NotStarted(Exception):
-    """The function still raises NotImplementedError."""
+    """A function or a kernel, `name`, still raises NotImplementedError."""
+
+    def __init__(self, drill: str, name: str):
+        super().__init__(f"{drill} {name} still raises NotImplementedError")
+        self.name = name
 
 
 class Unusable(Exception):
@@ -52,6 +56,7 @@ class Outcome:
     returned: Any = None
     raised: BaseException | None = None
     where: list[str] = field(default_factory=list)  # the learner's own lines in the traceback, outermost first
+    files: list[str] = field(default_factory=list)  # the files of the traceback, the one that raised last
     observed: Observed = field(default_factory=Observed)
     disturbed: list[str] = field(default_factory=list)
 
@@ -136,10 +141,11 @@ class Implementation:
                 if isinstance(error, KeyboardInterrupt) or type(error).__name__ == "Failed":
                     raise  # the user's Ctrl-C, and the suite's time-out, which is a failed test
                 outcome.raised = cause(error)
-                outcome.where = self._own_lines(error)
+                outcome.where = self.own_lines(error)
+                outcome.files = [frame.filename for frame in traceback.extract_tb(outcome.raised.__traceback__)]
                 self.lost = self.lost or _gpu_lost(error)
         if isinstance(outcome.raised, NotImplementedError) and outcome.where:
-            raise NotStarted(f"{drill.id} {function} still raises NotImplementedError") from None
+            raise NotStarted(drill.id, traceback.extract_tb(outcome.raised.__traceback__)[-1].name) from None
         outcome.disturbed = [name for name, bits in kept.items() if _bits(named[name]) != bits]
         return outcome
 
@@ -195,10 +201,10 @@ class Implementation:
             said = f"has a syntax error: {error.msg}\n    {shown(path)}:{error.lineno}   {line.strip()}"
         else:
             said = f"raised {type(error).__name__}: {first_line(error)}"
-        own = self._own_lines(error)
+        own = self.own_lines(error)
         return "\n".join([f"{shown(path)} cannot be imported: it {said}", *(f"    {line}" for line in own)])
 
-    def _own_lines(self, error: BaseException) -> list[str]:
+    def own_lines(self, error: BaseException) -> list[str]:
         """The traceback's lines in this implementation's files, down to the exception's cause."""
         lines: list[str] = []
         seen: BaseException | None = error

@@ -197,3 +197,27 @@ def test_a_collection_without_tests_is_a_failure():
     assert said is not None
     assert "no tests were collected" in said
     assert "None of your code had run" in said
+
+
+ACCIDENTS = {
+    "a kernel launched without its last argument": (
+        "slots, *strides, HD, tile, num_warps=warps)",
+        "num_warps=warps)",
+        "that is an accident, not a refusal",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ACCIDENTS)
+def test_an_accident_is_no_refusal(name, tmp_path):
+    """An error of Triton's on the way to the launch is not the check that the drill asks for."""
+    old, new, said = ACCIDENTS[name]
+    assert old in SOLUTION
+    unchecked = SOLUTION.replace(old, new)
+    start = unchecked.index("    assert slots.dtype")
+    end = unchecked.index("    bits = {")
+    unchecked = unchecked[:start] + "    T, HD = len(slots), k_cache[0, 0].numel()\n" + unchecked[end:]
+    report, _ = graded(submission(tmp_path, unchecked))
+    stage = report.stage(len(L1.stages))
+    assert any(said in test.text for test in stage)
+    assert sum(test.verdict == "passed" for test in stage) < len(stage) / 2

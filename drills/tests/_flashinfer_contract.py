@@ -38,9 +38,12 @@ _NOT_MODELLED += ["block_tables", "seq_lens"]
 _GROUPS = (1, 2, 3, 4, 6, 8, 16)  # the group sizes that the kernel without tensor cores is compiled for
 
 
-def _silent(message: str) -> ValueError:
-    """For what only the stand-in refuses."""
-    return ValueError(f"{message} (the real wrapper would not notice: it returns wrong numbers)")
+class SilentlyWrong(ValueError):
+    """What only the stand-in refuses: code that comes to this has no check of its own, and is wrong on a GPU."""
+
+
+def _silent(message: str) -> SilentlyWrong:
+    return SilentlyWrong(f"{message} (the real wrapper would not notice: it returns wrong numbers)")
 
 
 def _need_default(name: str, seen: Any, default: Any) -> None:

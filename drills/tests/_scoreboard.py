@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from drills import catalog
+from drills import catalog, lane
+from drills.mistakes import Mistake
 from drills.tests._judge import Verdict
 
+MOST_SHOWN = 6  # failures of a drill that are printed in full
 MOST_FOUND, MOST_IN_VAIN = 8, 3  # look-ups among the mistakes in one run of a drill: each runs dozens of functions
 ORDER = ("passed", "failed", "not started", "skipped")
 
@@ -24,6 +26,11 @@ class Scoreboard:
     timeouts: Counter[str] = field(default_factory=Counter)
     asked: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     shown: set[str] = field(default_factory=set)
+    blocks: Counter[str] = field(default_factory=Counter)
+    unwritten: dict[tuple[str, int], str] = field(default_factory=dict)
+    unusable: set[str] = field(default_factory=set)
+    known: dict[str, Mistake | None] = field(default_factory=dict)
+    partial: bool = False  # not all tests were chosen
     held: Counter[str] = field(default_factory=Counter)
 
     def diagnosed(self, verdict: Verdict, drill: str, stage: int) -> str:
@@ -37,8 +44,11 @@ class Scoreboard:
             and asked["found"] < MOST_FOUND
             and asked["nothing"] < MOST_IN_VAIN
         ):
-            found = verdict.look_up()
-            asked["found" if found else "nothing"] += 1
+            said = verdict.lines[2]  # the same error again is the same mistake again
+            again = said.startswith("  raised ") and said in self.known
+            found = self.known[said] if again else verdict.look_up()
+            self.known[said] = found
+            asked["again" if again else "found" if found else "nothing"] += 1
         return verdict.text(found)
 
     def add(self, report: pytest.TestReport) -> None:
@@ -47,6 +57,10 @@ class Scoreboard:
         drill, state = about["drill"], _state(report)
         self.timeouts[drill] += about.get("state") == "timeout"
         self.counts[drill, about["stage"]][state] += 1
+        if "unwritten" in about:
+            self.unwritten.setdefault((drill, about["stage"]), about["unwritten"])
+        if about.get("state") == "unusable":
+            self.unusable.add(drill)
         if state == "skipped":
             self.skips[drill][_reason(report)] += 1
         if state == "failed" and not self.everything and self._is_repeat(report, drill, about["stage"]):
@@ -54,10 +68,12 @@ class Scoreboard:
             self.held[drill] += 1
 
     def _is_repeat(self, report: pytest.TestReport, drill: str, stage: int) -> bool:
-        """A failure of a stage after the first that fails, or one that says again why the file cannot be used."""
+        """A failure of a stage after the first that fails, one of many, or one that says again what was said."""
         earlier = any(self.counts[drill, before]["failed"] for before in range(1, stage))
-        if _about(report).get("state") != "unusable":
-            return earlier
+        state = _about(report).get("state")
+        if state != "unusable":
+            self.blocks[drill] += 1
+            return earlier or state == "not run" or self.blocks[drill] > MOST_SHOWN
         reason = report.longreprtext.split("\n", 1)[1]
         again = reason in self.shown
         self.shown.add(reason)
@@ -95,13 +111,26 @@ class Scoreboard:
 
     def next_step(self, drill: catalog.Drill) -> Iterator[str]:
         """What to do now, and what to read for it."""
-        for state, do in (("failed", "mend"), ("not started", "write")):
+        if drill.id in self.unusable:
+            yield f"next: mend what keeps {drill.file} from being used, shown above, and run again"
+            return
+        begun = {n for n in range(1, len(drill.stages) + 1) if self.counts[drill.id, n]["passed"]}
+        for state, do, among in (
+            ("failed", "mend", None),
+            ("not started", "write", begun),
+            ("not started", "write", None),
+        ):
             for number, stage in enumerate(drill.stages, 1):
-                if self.counts[drill.id, number][state]:
-                    yield f"next: stage {number}, {stage.title}: {do} {stage.function}"
+                if self.counts[drill.id, number][state] and (among is None or number in among):
+                    name = (
+                        stage.function if state == "failed" else self.unwritten.get((drill.id, number), stage.function)
+                    )
+                    yield f"next: stage {number}, {stage.title}: {do} {name}"
                     yield f"      read {drill.section(number)}"
                     return
-        if self.skips[drill.id]:
+        if self.partial:
+            yield "the tests that were chosen pass; there are others"
+        elif self.skips[drill.id] or not lane.ON_GPU:
             yield "done, as far as this lane can check"
         else:
             yield "done"

@@ -93,19 +93,26 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
     error = call.excinfo.value if call.excinfo else None
-    if call.excinfo and isinstance(error, (implementation.NotStarted, implementation.Unusable, Verdict)):
-        call.excinfo.traceback = call.excinfo.traceback[:0]  # it is not shown, and formatting it takes 0.2 s
+    late = "Timeout (>" in str(error)
+    if call.excinfo and (late or isinstance(error, (implementation.NotStarted, implementation.Unusable, Verdict))):
+        # Its lines are not shown, and formatting them takes 0.2 s, or fails: a loop without a body has no line number.
+        call.excinfo.traceback = call.excinfo.traceback[:0]
     report = yield
     state, text = None, None
     if isinstance(error, implementation.NotStarted):
         state, text = "not started", str(error)
+        report.user_properties.append(("unwritten", error.name))
     elif isinstance(error, implementation.Unusable):
         state, text = "unusable", f"{judge_of(item).heading}\n  " + str(error).replace("\n", "\n  ")
     elif isinstance(error, Verdict):
         text = item.config.stash[board_key].diagnosed(error, drill_of(item).id, stage_of(item))
-    elif report.failed and "Timeout (>" in str(error):
+    elif report.failed and late:
+        own = item.config.stash[impl_key].own_lines(error) if error else []
         state = "timeout"
-        text = f"{title_of(item)}\n  did not end within {SECONDS_A_TEST} s, and was stopped in\n{report.longreprtext}"
+        text = "\n".join([judge_of(item).heading, f"  did not end within {SECONDS_A_TEST} s, and was stopped in",
+                          *(f"      {line}" for line in own or ["(none of your lines)"])])  # fmt: skip
+    elif report.failed and report.when == "setup" and "not run: " in str(error):
+        state = "not run"
     if text is not None:
         report.longrepr = text
     if state is not None:
@@ -113,6 +120,11 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
     if report.when == "call" or not report.passed:
         item.config.stash[board_key].add(report)
     return report
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    if items:
+        items[0].config.stash[board_key].partial = True
 
 
 def pytest_report_teststatus(report: pytest.TestReport, config: pytest.Config):
