@@ -253,6 +253,14 @@ class _SourceLoader(importlib.machinery.SourceFileLoader):
 def _alone() -> Iterator[None]:
     """While learner code runs, the reference and the suite's own answers cannot be imported."""
     hidden = {name: module for name, module in sys.modules.items() if name.startswith(OFF_LIMITS)}
+    attached = []
+    for full, module in hidden.items():
+        package, _, name = full.rpartition(".")
+        parent = sys.modules.get(package)
+        if parent is not None and vars(parent).get(name) is module:
+            attached.append((parent, name, module))
+    for parent, name, _ in attached:
+        delattr(parent, name)  # `drills.tests` is found without an import, too
     for name in hidden:
         del sys.modules[name]
     sys.meta_path.insert(0, _Refuse)
@@ -261,6 +269,8 @@ def _alone() -> Iterator[None]:
     finally:
         sys.meta_path.remove(_Refuse)
         sys.modules.update(hidden)
+        for parent, name, module in attached:
+            setattr(parent, name, module)
 
 
 @contextmanager

@@ -238,3 +238,12 @@ def test_the_reference_is_out_of_reach(submission, text, monkeypatch):
     except Unusable as unusable:
         error = unusable
     assert "not for an implementation to import" in str(error)
+
+
+def test_the_oracle_is_no_attribute_either(submission):
+    impl = submission("import drills\nslot_mapping = drills.tests._oracle.slot_mapping\n")
+    with pytest.raises(Unusable, match="AttributeError"):
+        impl.function("slot_mapping")
+    import drills.tests._oracle
+
+    assert drills.tests._oracle.__name__ == "drills.tests._oracle", "what was hidden is there again"
