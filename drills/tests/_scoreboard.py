@@ -35,12 +35,11 @@ class Scoreboard:
 
     def diagnosed(self, verdict: Verdict, drill: str, stage: int) -> str:
         """A verdict's text, looked up among the mistakes if it will be shown and is not one of many."""
-        earlier = any(self.counts[drill, before]["failed"] for before in range(1, stage))
         asked = self.asked[drill]
         found = None
         if (
             verdict.look_up
-            and (self.everything or not earlier)
+            and (self.everything or not self._fails_before(drill, stage))
             and asked["found"] < MOST_FOUND
             and asked["nothing"] < MOST_IN_VAIN
         ):
@@ -67,13 +66,15 @@ class Scoreboard:
             report.user_properties.append(("held back", True))
             self.held[drill] += 1
 
+    def _fails_before(self, drill: str, stage: int) -> bool:
+        return any(self.counts[drill, before]["failed"] for before in range(1, stage))
+
     def _is_repeat(self, report: pytest.TestReport, drill: str, stage: int) -> bool:
         """A failure of a stage after the first that fails, one of many, or one that says again what was said."""
-        earlier = any(self.counts[drill, before]["failed"] for before in range(1, stage))
         state = _about(report).get("state")
         if state != "unusable":
             self.blocks[drill] += 1
-            return earlier or state == "not run" or self.blocks[drill] > MOST_SHOWN
+            return self._fails_before(drill, stage) or state == "not run" or self.blocks[drill] > MOST_SHOWN
         reason = report.longreprtext.split("\n", 1)[1]
         again = reason in self.shown
         self.shown.add(reason)
@@ -122,9 +123,9 @@ class Scoreboard:
         ):
             for number, stage in enumerate(drill.stages, 1):
                 if self.counts[drill.id, number][state] and (among is None or number in among):
-                    name = (
-                        stage.function if state == "failed" else self.unwritten.get((drill.id, number), stage.function)
-                    )
+                    name = stage.function
+                    if state == "not started":
+                        name = self.unwritten.get((drill.id, number), name)
                     yield f"next: stage {number}, {stage.title}: {do} {name}"
                     yield f"      read {drill.section(number)}"
                     return
