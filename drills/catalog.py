@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
@@ -16,7 +17,9 @@ class Function:
     arguments: tuple[str, ...]
     returns: tuple[str, ...] = ()  # what the parts of its result are called
     writes: tuple[str, ...] = ()
-    kernel: str | None = None  # the Triton kernel that must do the writing
+    kernel: str | None = None  # the Triton kernel that must do the work
+    # How a place in a part of the result is called: {0} is its first index, {name} an argument's entry at that index.
+    places: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
     def signature(self) -> str:
@@ -62,12 +65,19 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
+HEADS = {"o": "sequence {0}, query head {1}, dim {2}", "lse": "sequence {0}, query head {1}"}
+
 L1 = Drill(
     "L1",
     "Write K and V into the paged cache",
     "l1_paged_kv_write",
     functions=(
-        Function("slot_mapping", _words("block_table seq_idx positions block_size"), returns=("slots",)),
+        Function(
+            "slot_mapping",
+            _words("block_table seq_idx positions block_size"),
+            returns=("slots",),
+            places={"slots": "token {0} (sequence {seq_idx}, position {positions})"},
+        ),
         Function(
             "reshape_and_cache",
             _words("key value k_cache v_cache slots"),
@@ -85,6 +95,93 @@ L1 = Drill(
     ),
 )
 
+L2 = Drill(
+    "L2",
+    "Decode over the block table: online softmax, grouped heads",
+    "l2_paged_decode",
+    needs=("L1",),
+    functions=(
+        Function(
+            "paged_decode",
+            _words("q k_cache v_cache block_tables context_lens sm_scale"),
+            returns=("o",),
+            kernel="paged_decode_kernel",
+            places=HEADS,
+        ),
+    ),
+    stages=(
+        Stage("attention within one page", "online-softmax", "paged_decode"),
+        Stage("the pages of a sequence", "pages", "paged_decode"),
+        Stage("query heads that share K and V", "groups", "paged_decode"),
+        Stage("memory that is not yours to read", "tails", "paged_decode"),
+        Stage("scales, widths, dtypes and strides", "shapes", "paged_decode"),
+        Stage("refusing what would be wrong", "host-checks", "paged_decode"),
+    ),
+)
+
+L3 = Drill(
+    "L3",
+    "Split-KV decode, and merging by lse",
+    "l3_split_kv",
+    needs=("L2",),
+    functions=(
+        Function(
+            "merge_splits",
+            _words("o_part lse"),
+            returns=("o", "lse"),
+            kernel="merge_splits_kernel",
+            places=HEADS,
+        ),
+        Function(
+            "split_kv_decode",
+            _words("q k_cache v_cache block_tables context_lens num_splits sm_scale return_lse"),
+            returns=("o", "lse"),
+            kernel="split_kv_kernel",
+            places=HEADS,
+        ),
+    ),
+    stages=(
+        Stage("merging two parts", "merging", "merge_splits"),
+        Stage("parts that are empty", "empty-parts", "merge_splits"),
+        Stage("a sequence in splits", "splits", "split_kv_decode"),
+        Stage("more splits than tokens", "short-sequences", "split_kv_decode"),
+        Stage("the lse of the whole", "lse", "split_kv_decode"),
+        Stage("refusing what would be wrong", "host-checks", "split_kv_decode"),
+    ),
+)
+
+L4 = Drill(
+    "L4",
+    "The planner: a work list, one launch over it, one merge",
+    "l4_planned_decode",
+    needs=("L3",),
+    functions=(
+        Function(
+            "plan_decode",
+            _words("context_lens_cpu page_size num_kv_heads num_programs"),
+            returns=_words("seq start end row_ptr"),
+            places=dict.fromkeys(("seq", "start", "end"), "work item {0}")
+            | {"row_ptr": "row_ptr[{0}], where the items of sequence {0} begin"},
+        ),
+        Function(
+            "planned_decode",
+            _words("q k_cache v_cache block_tables work sm_scale return_lse"),
+            returns=("o", "lse"),
+            kernel="planned_decode_kernel",
+            places=HEADS,
+        ),
+    ),
+    stages=(
+        Stage("a list that covers the batch", "work-list", "plan_decode"),
+        Stage("the smallest chunk that fits", "search", "plan_decode"),
+        Stage("lists of a fixed size", "fixed-size", "plan_decode"),
+        Stage("decode over a list", "decode", "planned_decode"),
+        Stage("merging what was cut", "merging", "planned_decode"),
+        Stage("one plan, many layers, one graph", "capture", "planned_decode"),
+        Stage("refusing what would be wrong", "host-checks", "planned_decode"),
+    ),
+)
+
 F1 = Drill(
     "F1",
     "Block tables as FlashInfer's CSR pages; plan and run",
@@ -95,23 +192,32 @@ F1 = Drill(
             "block_table_to_csr",
             _words("block_tables context_lens page_size"),
             returns=_words("indptr indices last_page_len"),
+            places={"last_page_len": "sequence {0}, which has {context_lens} tokens"},
         ),
         Function(
             "csr_to_block_table",
             _words("indptr indices last_page_len page_size max_blocks"),
             returns=_words("block_tables context_lens"),
+            places={"block_tables": "sequence {0}, column {1}", "context_lens": "sequence {0}"},
         ),
         Function(
             "flashinfer_decode",
             _words("q k_cache v_cache block_tables context_lens return_lse"),
             returns=("o", "lse"),
+            places=HEADS,
         ),
-        Function("flashinfer_decode_layers", _words("qs kv_caches block_tables context_lens"), returns=("o",)),
+        Function(
+            "flashinfer_decode_layers",
+            _words("qs kv_caches block_tables context_lens"),
+            returns=("o",),
+            places={"o": HEADS["o"]},
+        ),
         Function(
             "block_table_to_csr_into",
             _words("block_tables context_lens page_size indptr indices last_page_len"),
             writes=("indptr", "indices", "last_page_len"),
             kernel="block_table_to_csr_kernel",
+            places={"last_page_len": "sequence {0}, which has {context_lens} tokens"},
         ),
     ),
     stages=(
@@ -125,7 +231,7 @@ F1 = Drill(
     ),
 )
 
-DRILLS: tuple[Drill, ...] = (L1, F1)
+DRILLS: tuple[Drill, ...] = (L1, L2, L3, L4, F1)
 
 
 def find(name: str) -> Drill:

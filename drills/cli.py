@@ -119,7 +119,7 @@ def hint(
 ) -> None:
     """The next hint for your first stage that does not pass: a question, then an idea, then the shape of the line."""
     (wanted,) = chosen([drill])
-    from drills.mistakes import hints
+    from drills import hints
 
     stage = graded([wanted], impl).drills[0].next_stage()
     if stage is None:

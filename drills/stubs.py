@@ -22,15 +22,17 @@ def stub(drill: catalog.Drill) -> str:
     module, lines = ast.parse(source), source.splitlines()
     wanted = {name for function in drill.functions for name in (function.name, function.kernel)}
     functions = [node for node in module.body if isinstance(node, ast.FunctionDef) and node.name in wanted]
+    classes = [node for node in module.body if isinstance(node, ast.ClassDef)]  # what functions hand on: given whole
     missing = wanted - {node.name for node in functions} - {None}
     if missing:
         raise ValueError(f"solutions/{drill.file} defines no {', '.join(sorted(map(str, missing)))}: see catalog.py")
-    used = {node.id for function in functions for node in ast.walk(function) if isinstance(node, ast.Name)}
+    used = {node.id for given in [*functions, *classes] for node in ast.walk(given) if isinstance(node, ast.Name)}
     run = f"# Run: pytest drills/tests/{drill.tests.name}   or: drills test {drill.id.lower()}"
     head = lines[: module.body[0].end_lineno] + ["", run, ""]
     imports = [text for node in module.body for text in _imported(node, used, lines)]
-    bodies = [["", "", *_emptied(node, lines, drill)] for node in functions]
-    return "\n".join([*head, *imports, *(line for body in bodies for line in body)]) + "\n"
+    bodies = [lines[node.lineno - 1 : node.end_lineno] for node in classes]
+    bodies += [_emptied(node, lines, drill) for node in functions]
+    return "\n".join([*head, *imports, *(line for body in bodies for line in ["", "", *body])]) + "\n"
 
 
 def _imported(node: ast.stmt, used: set[str], lines: list[str]) -> Iterator[str]:

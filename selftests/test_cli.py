@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from drills import catalog, cli, stubs
+from drills import catalog, cli, hints, stubs
 from drills.mistakes import catalogue
-from drills.mistakes.hints import HINTS
 
 L1, F1 = catalog.L1, catalog.F1
 SOLUTION = (stubs.SOLUTIONS / L1.file).read_text(encoding="utf-8")
@@ -142,17 +141,17 @@ def test_what_stops_the_grading_stops_the_tests(tmp_path):
 
 def test_hints_come_one_at_a_time(tmp_path):
     stubs.reset(L1, tmp_path)
-    hints = HINTS["L1"][0]
-    for level, text in [(1, hints[0]), (2, hints[1])]:
+    given = hints.of(L1)[0]
+    for level, text in [(1, given[0]), (2, given[1])]:
         done = drills("hint", "l1", "--impl", ".", cwd=tmp_path)
         assert done.returncode == 0
         assert f"{level} of 3: {text}" in done.stdout
         assert "L1 · stage 1 of 6, the slot of a token" in done.stdout
         assert L1.section(1) in done.stdout
     both = drills("hint", "l1", "--impl", ".", "--again", cwd=tmp_path).stdout
-    assert hints[0] in both
-    assert hints[1] in both
-    assert hints[2] not in both
+    assert given[0] in both
+    assert given[1] in both
+    assert given[2] not in both
 
 
 def test_mistakes(tmp_path):

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from drills import catalog, mistakes, no_triton
-from drills.mistakes.hints import HINTS, next_hint
+from drills import catalog, hints, mistakes, no_triton
 
 no_triton.install_if_missing()
 
@@ -194,29 +193,26 @@ def test_nothing_gives_a_solution_away(drill):
     code = {line for line in map(squeezed, solution_lines(path)) if len(line) > SHORT}
     assert len(code) > 20, "the solution was not read"
     texts = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
-    texts |= {f"hint {n} of {d}, stage {i + 1}": hint for d, stages in HINTS.items()
-              for i, hints in enumerate(stages) for n, hint in enumerate(hints, 1)}  # fmt: skip
+    texts |= {f"hint {n} of {d.id}, stage {i + 1}": hint for d in catalog.DRILLS
+              for i, three in enumerate(hints.of(d)) for n, hint in enumerate(three, 1)}  # fmt: skip
     for name, text in texts.items():
         given = [line for line in code if line in squeezed(text)]
         assert not given, f"{name} holds code of solutions/{drill.file}: {given}"
 
 
-def test_each_drill_has_hints():
-    assert list(HINTS) == [drill.id for drill in catalog.DRILLS]
-
-
 @a_stage
 def test_each_stage_has_three_hints(drill, number):
-    assert len(HINTS[drill.id]) == len(drill.stages)
-    question, idea, shape = hints = HINTS[drill.id][number - 1]
+    assert len(hints.of(drill)) == len(drill.stages)
+    question, idea, shape = three = hints.of(drill)[number - 1]
     assert question.endswith("?"), "the first hint is a question"
     assert "<" in shape and ">" in shape, "the third has places to fill in"
-    assert len({*hints}) == 3
-    for hint in hints:
+    assert len({*three}) == 3
+    for hint in three:
         assert hint.endswith(("?", ".")) and "\n" not in hint and "  " not in hint
         assert 30 < len(hint) < 260, f"{len(hint)} characters: {hint}"
 
 
 def test_hints_are_given_one_by_one():
-    assert [next_hint("L1", 1, given) for given in range(3)] == [*enumerate(HINTS["L1"][0], 1)]
-    assert next_hint("L1", 1, 3) is None
+    three = hints.of(catalog.L1)[0]
+    assert [hints.next_hint(catalog.L1, 1, given) for given in range(3)] == [*enumerate(three, 1)]
+    assert hints.next_hint(catalog.L1, 1, 3) is None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
@@ -23,6 +24,8 @@ from drills.tests._paged import allocation, copy_of
 REFUSALS = (AssertionError, ValueError, TypeError, IndexError)
 ROOM = 1 << 16  # bytes on either side of an allocation when a mistake is tried on it
 SHOWN_VALUES = 12  # a tensor with more is named by its shape
+# Torch operations that do what a drill's kernel is to do: attention cannot be had without one of them.
+ARITHMETIC = re.compile(r"aten::(\w*mm|dot|mv|einsum|exp2?|\w*softmax|logsumexp|\w*scaled_dot_product\w*)")
 
 
 class Verdict(Failed):
@@ -122,6 +125,49 @@ class Judge:
             self.fail(function, before, [f"changed its argument {name}, which it should only read"])
         return outcome
 
+    def no_growth(
+        self, function: str, arguments: Callable[[int], Iterable[Any]], few: int, many: int, what: str, advice: str
+    ) -> None:
+        """The call must not need more operations, launches or values on the host for `many` (tokens, say) than for few.
+
+        arguments: makes the arguments of a call with a number of them; what: what they are called.
+        """
+        one = self.call(function, *arguments(few)).observed
+        args = list(arguments(many))
+        other = self.call(function, *args).observed
+        for kind, now, then, slack in (
+            ("torch operations", len(other.ops), len(one.ops), 8),
+            ("kernel launches", other.launches.total(), one.launches.total(), 0),
+            ("values read on the host", other.values_read, one.values_read, 16),
+        ):
+            if now > then + slack:
+                read = [f"stay in tensors: {other.host_reads[-1]}"] if kind == "values read on the host" else [advice]
+                self.fail(
+                    function, args, [f"{now} {kind} for {many} {what}, {then} for {few}: a loop over them", *read]
+                )
+
+    def works_in_its_kernel(self, function: str, *args: Any) -> None:
+        """The function's kernel must be launched, and no operation of torch's may do the work."""
+        seen = self.call(function, *args).observed
+        kernel = catalog.owner(function)[1].kernel or ""
+        if seen.torch_writes:
+            self.fail(function, [*args], [f"torch's {seen.torch_writes[0]} wrote the result: {kernel} is to do it"])
+        done = [op for op in seen.ops if ARITHMETIC.fullmatch(op)]
+        if done:
+            self.fail(function, [*args], [f"torch's {done[0]} did part of the work: {kernel} is to do it"])
+        if not seen.launches[kernel]:
+            others = ", ".join(seen.launches) or "no kernel"
+            self.fail(function, [*args], [f"{kernel} was not launched ({others} was)"])
+
+    def waits_for_nothing(self, function: str, *args: Any) -> None:
+        """No value of a tensor may be looked at on the host: that waits for the GPU, and a captured graph cannot."""
+        reads = self.call(function, *args).observed.host_reads
+        if reads:
+            self.fail(function, [*args], [
+                f"waited for the GPU: {reads[0]}",
+                "a captured step cannot wait, and every layer would: leave the tensors' values to the kernel",
+            ])  # fmt: skip
+
     def fail(
         self,
         function: str,
@@ -173,8 +219,9 @@ def _same_result(x: Any, y: Any) -> bool:
     if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
         if x.shape != y.shape or x.dtype != y.dtype or x.device != y.device or x.stride() != y.stride():
             return False
-        if x.dtype in (torch.float16, torch.bfloat16):  # attention: another order of additions is the same mistake
-            return torch.allclose(x.float(), y.float(), rtol=2e-2, atol=2e-3, equal_nan=True)
+        if x.is_floating_point() and x.dtype.itemsize > 1:  # attention: another order of additions is the same mistake
+            rtol, atol = (1e-4, 1e-5) if x.dtype == torch.float32 else (2e-2, 2e-3)
+            return torch.allclose(x.double(), y.double(), rtol=rtol, atol=atol, equal_nan=True)
         return _same_bits(x.cpu(), y.cpu())
     if isinstance(x, (list, tuple)) and isinstance(y, (list, tuple)):
         return len(x) == len(y) and all(map(_same_result, x, y))
@@ -195,7 +242,8 @@ def _argument(name: str, value: Any) -> str:
         layout = "" if value.is_contiguous() else f" strides {_list(value.stride())}"
         return f"{name}[{','.join(map(str, value.shape))}{kind}{layout}]"
     if isinstance(value, (list, tuple)):
-        return f"{label}[{', '.join(_argument('', item) for item in value)}]"
+        names = getattr(value, "_fields", [""] * len(value))
+        return f"{label}[{', '.join(map(_argument, names, value))}]"
     return f"{label}{value}"
 
 
@@ -243,15 +291,19 @@ def _differs(function: str, got: Any, want: Any, close: float | None, args: list
 
 
 def _far(x: torch.Tensor, y: torch.Tensor, close: float) -> torch.Tensor:
-    """Which elements stand in a row that is further from y than its norm allows. NaN is always too far."""
+    """Which elements stand in a row that is further from y than its norm allows. NaN is always too far.
+
+    An infinity, the lse of nothing, must be met exactly, and does not count in a norm.
+    """
     x, y = x.double(), y.double()
+    gap = torch.where(x == y, 0, x - y)
+    y = torch.where(y.isfinite(), y, 0)
     if y.dim() < 2 or y.shape[-1] == 1:
-        scale = y.abs().clamp(min=1)
-        return ~((x - y).abs() <= close * scale)
+        return ~(gap.abs() <= close * y.abs().clamp(min=1))
     floor = y.norm() / math.sqrt(max(1, y.numel() // y.shape[-1]))  # a row of almost nothing is held to the others
-    error, norm = (x - y).norm(dim=-1), y.norm(dim=-1)
+    error, norm = gap.norm(dim=-1), y.norm(dim=-1)
     far = ~(error <= close * torch.maximum(norm, floor * 0.1))
-    return far[..., None] & ~((x - y).abs() <= close * norm[..., None] / math.sqrt(y.shape[-1]))
+    return far[..., None] & ~(gap.abs() <= close * norm[..., None] / math.sqrt(y.shape[-1]))
 
 
 def _first_difference(
@@ -318,10 +370,9 @@ def _element(function: str, name: str, index: int, x: torch.Tensor, before: list
 
 def _place(function: str, name: str, index: tuple[int, ...], args: list[Any]) -> str:
     """Where an element of a result is, in the terms of the drill."""
-    given = dict(zip(catalog.owner(function)[1].arguments, args))
+    entry = catalog.owner(function)[1]
+    given = dict(zip(entry.arguments, args))
     i = index[0] if index else 0
-    if name == "slots":
-        return f"token {i} (sequence {int(given['seq_idx'][i])}, position {int(given['positions'][i])})"
     if name == "indptr":
         return f"indptr[{i}]" + (f", where sequence {i} begins" if i < len(given["context_lens"]) else ", the end")
     if name == "indices":
@@ -331,15 +382,9 @@ def _place(function: str, name: str, index: tuple[int, ...], args: list[Any]) ->
         if sequence == len(ends):
             return f"indices[{i}], past the last page in use"
         return f"indices[{i}]: sequence {sequence}, its page {i - int(ends[sequence] - counts[sequence])}"
-    if name == "last_page_len":
-        return f"sequence {i}, which has {int(given['context_lens'][i])} tokens"
-    if name == "block_tables":
-        return f"sequence {i}, column {index[1]}"
-    if name == "context_lens":
-        return f"sequence {i}"
-    if name.endswith("lse"):
-        return f"sequence {i}, query head {index[1]}"
-    return f"sequence {i}, query head {index[1]}, dim {index[2]}"
+    each = {arg: int(x[i]) for arg, x in given.items() if isinstance(x, torch.Tensor) and x.dim() == 1 and i < len(x)}
+    template = entry.places.get(name.split()[-1])
+    return template.format(*index, **each) if template else f"{name}[{', '.join(map(str, index))}]"
 
 
 def _differ(count: int) -> str:

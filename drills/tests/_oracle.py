@@ -53,29 +53,31 @@ def block_table_to_csr_into(block_tables, context_lens, page_size, indptr, indic
     last_page_len.copy_(last)
 
 
-def decode(q, k_cache, v_cache, block_tables, context_lens):
-    """(o [B, Hq, D], lse [B, Hq] to base 2), in float64: a softmax a query head, one token after the other."""
+def attention(q, k_cache, v_cache, block_tables, context_lens, sm_scale=None):
+    """(o [B, Hq, D], lse [B, Hq], natural), in float64: a softmax a query head over the tokens, no tile, no split."""
     batch, heads, dim = q.shape
     page_size, kv_heads = k_cache.shape[1], k_cache.shape[2]
+    scale = 1 / math.sqrt(dim) if sm_scale is None else sm_scale
     o = torch.zeros(batch, heads, dim, dtype=torch.float64)
     lse = torch.full((batch, heads), -math.inf, dtype=torch.float64)
     for b in range(batch):
-        length = int(context_lens[b])
-        where = [(int(block_tables[b, p // page_size]), p % page_size) for p in range(length)]
+        where = [(int(block_tables[b, p // page_size]), p % page_size) for p in range(int(context_lens[b]))]
+        if not where:
+            continue  # no tokens: zeros, and the logarithm of an empty sum
         keys = torch.stack([k_cache[page, offset] for page, offset in where]).double()
         values = torch.stack([v_cache[page, offset] for page, offset in where]).double()
         for h in range(heads):
             kv_head = h // (heads // kv_heads)
-            logits = keys[:, kv_head] @ q[b, h].double() / math.sqrt(dim)
+            logits = keys[:, kv_head] @ q[b, h].double() * scale
             weights = (logits - logits.max()).exp()
             o[b, h] = weights @ values[:, kv_head] / weights.sum()
-            lse[b, h] = (logits.max() + weights.sum().log()) / math.log(2)
+            lse[b, h] = logits.max() + weights.sum().log()
     return o, lse
 
 
 def flashinfer_decode(q, k_cache, v_cache, block_tables, context_lens, return_lse=False):
-    o, lse = decode(q, k_cache, v_cache, block_tables, context_lens)
-    return (o.to(q.dtype), lse.float()) if return_lse else o.to(q.dtype)
+    o, lse = attention(q, k_cache, v_cache, block_tables, context_lens)
+    return (o.to(q.dtype), (lse / math.log(2)).float()) if return_lse else o.to(q.dtype)
 
 
 def flashinfer_decode_layers(qs, kv_caches, block_tables, context_lens):

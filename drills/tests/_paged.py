@@ -131,6 +131,25 @@ def filled_caches(
     return pair
 
 
+def decode_args(
+    seed: int,
+    lens: list[int],
+    page_size: int = 4,
+    heads: tuple[int, int] = (4, 2),
+    dim: int = 64,
+    dtype: torch.dtype = torch.float16,
+    table_dtype: torch.dtype = torch.int32,
+) -> tuple[Batch, list[Any]]:
+    """A batch, and what every decode takes: [q, k_cache, v_cache, block_tables, context_lens].
+
+    heads: (query heads, KV heads). The caches hold NaN wherever no token is, the table poison.
+    """
+    rng = generator(seed)
+    of = batch(rng, lens, page_size, dtype=table_dtype)
+    q = torch.randn(len(lens), heads[0], dim, generator=rng).to(dtype).to(DEVICE)
+    return of, [q, *filled_caches(rng, of, heads[1], dim, dtype), of.table, of.context_lens]
+
+
 def copy_of(value: Any, device: str | None = None, pad: int = 0) -> Any:
     """Arguments copied with their whole allocations: views keep strides, offsets and what they share, guards included.
 
@@ -151,7 +170,8 @@ def copy_of(value: Any, device: str | None = None, pad: int = 0) -> Any:
             empty = torch.empty(0, dtype=x.dtype, device=target)
             return empty.set_(made[key].untyped_storage(), offset, x.size(), x.stride())
         if isinstance(x, (list, tuple)):
-            return type(x)(copy(item) for item in x)
+            items = [copy(item) for item in x]
+            return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)  # a named tuple takes them one by one
         return x
 
     return copy(value)

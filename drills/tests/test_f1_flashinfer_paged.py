@@ -13,8 +13,8 @@ from drills.lane import DEVICE, ON_GPU
 from drills.tests import _oracle
 from drills.tests._judge import REFUSALS
 from drills.tests._paged import (
-    Batch,
     batch,
+    decode_args,
     few,
     filled_caches,
     generator,
@@ -26,6 +26,8 @@ from drills.tests._paged import (
 CLOSE = {torch.float16: 3e-3, torch.bfloat16: 1.5e-2}  # of a row's norm: a few roundings of the output's type
 INTEGERS = pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
 FROM_FLASHINFER = (RuntimeError, BufferError)  # where FlashInfer itself refuses, its error will do
+
+MASKED = "a mask of the live part, torch.arange(W) < pages[:, None], takes all rows at once"
 
 # The example of the drill: page size 4, lengths [9, 2, 5]
 TABLE, LENS, PAGE = [[9, 3, 7], [2, -1, -1], [5, 1, -1]], [9, 2, 5], 4
@@ -106,24 +108,11 @@ def test_an_empty_batch(judge):
 @pytest.mark.stage(2)
 def test_vectorised(judge):
     """as many torch operations for 256 sequences as for 2"""
-    growth(judge, "block_table_to_csr", lambda n: (ints([[3, 1, 2]] * n), ints([9] * n), 4))
 
+    def arguments(n):
+        return ints([[3, 1, 2]] * n), ints([9] * n), 4
 
-def growth(judge, function, arguments):
-    """Torch operations, and values read on the host, must not grow with the batch."""
-    few_sequences = judge.call(function, *arguments(2)).observed
-    args = arguments(256)
-    many = judge.call(function, *args).observed
-    if len(many.ops) > len(few_sequences.ops) + 8:
-        judge.fail(function, list(args), [
-            f"{len(many.ops)} torch operations for 256 sequences, {len(few_sequences.ops)} for 2: a loop over them",
-            "a mask of the live part, torch.arange(W) < pages[:, None], takes all rows at once",
-        ])  # fmt: skip
-    if many.values_read > few_sequences.values_read + 16:
-        judge.fail(function, list(args), [
-            f"{many.values_read} values read on the host for 256 sequences, {few_sequences.values_read} for 2",
-            f"stay in tensors: {many.host_reads[-1]}",
-        ])  # fmt: skip
+    judge.no_growth("block_table_to_csr", arguments, 2, 256, "sequences", MASKED)
 
 
 @pytest.mark.stage(2)
@@ -200,7 +189,7 @@ def test_way_back_vectorised(judge):
     def arguments(n):
         return ints(range(0, 2 * n + 1, 2)), ints(range(2 * n)), ints([3] * n), 4
 
-    growth(judge, "csr_to_block_table", arguments)
+    judge.no_growth("csr_to_block_table", arguments, 2, 256, "sequences", MASKED)
 
 
 @pytest.mark.stage(3)
@@ -242,16 +231,6 @@ def test_round_trips(judge, seed, batch_size, page_size):
 
 
 # Stage 4: plan and run
-
-
-def decode_args(
-    seed: int, lens: list[int], page_size=4, heads=(4, 2), dim=64, dtype=torch.float16, table_dtype=torch.int32
-) -> tuple[Batch, list]:
-    """A batch and the arguments of flashinfer_decode; the caches hold NaN wherever no token is."""
-    rng = generator(seed)
-    of = batch(rng, lens, page_size, dtype=table_dtype)
-    q = torch.randn(len(lens), heads[0], dim, generator=rng).to(dtype).to(DEVICE)
-    return of, [q, *filled_caches(rng, of, heads[1], dim, dtype), of.table, of.context_lens]
 
 
 def decodes(judge, args, hint=None, **options):
