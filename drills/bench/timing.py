@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 ROUNDS = 60
 
 
-def medians(candidates: dict[str, list[Callable[[], object]]]) -> dict[str, float]:
+def medians(candidates: Mapping[str, Sequence[Callable[[], object]]]) -> dict[str, float]:
     """Microseconds a call, for each candidate. A candidate is a list of calls that do the same work on other memory,
 
     enough of it that no cache holds the inputs of the next. The candidates take turns, so that a drifting clock
@@ -29,7 +29,7 @@ def medians(candidates: dict[str, list[Callable[[], object]]]) -> dict[str, floa
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def _captured(calls: list[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+def _captured(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         for call in calls:
