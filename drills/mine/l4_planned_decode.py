@@ -34,7 +34,8 @@ def plan_decode(context_lens_cpu, page_size, num_kv_heads, num_programs):
     sequence fits, each has one. The lists are max(B, num_programs // num_kv_heads) long, whatever the lengths are:
     a captured graph keeps its tensors, and the next plan is copied into them. Returns a WorkList on the CPU.
     Refused (AssertionError naming the argument): lengths not on the CPU, not [B] or negative; any number below 1.
-    num_programs: a few for each multiprocessor of the card and one for each (sequence, KV head) work well.
+    num_programs: how much to cut. On an H200 the larger of 4 a multiprocessor and B · num_kv_heads did best, and three
+    times the latter where lengths differ much: then a long sequence must not be one program's work.
 
     >>> plan_decode([9, 2, 5], page_size=4, num_kv_heads=2, num_programs=10)  # 5 items at most; chunks of 2 pages
     seq [0, 0, 1, 2, 0], start [0, 8, 0, 0, 0], end [8, 9, 2, 5, 0], row_ptr [0, 2, 3, 4]

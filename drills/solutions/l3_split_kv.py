@@ -90,8 +90,9 @@ def merge_splits(o_part, lse):
     assert lse.shape == o_part.shape[:3] and lse.device == o_part.device, "lse must be [B, Hq, S], as o_part begins"
     B, Hq, S, D = o_part.shape
     o, merged = o_part.new_empty(B, Hq, D), lse.new_empty(B, Hq)
-    dim = triton.next_power_of_2(D)
-    merge_splits_kernel[(B * Hq,)](o_part, lse, o, merged, S, D=D, DIM=dim, TILE=max(1, 8192 // dim))
+    tile = min(64, max(8, triton.next_power_of_2(S)))  # all of the splits, if they are few
+    shape = {"D": D, "DIM": triton.next_power_of_2(D), "TILE": tile, "num_warps": max(1, tile // 16)}
+    merge_splits_kernel[(B * Hq,)](o_part, lse, o, merged, S, **shape)
     return o, merged
 
 
@@ -121,11 +122,11 @@ def split_kv_decode(q, k_cache, v_cache, block_tables, context_lens, num_splits,
     o_part, lse_part = (q.new_empty(shape, dtype=torch.float32) for shape in ((B, Hq, S, D), (B, Hq, S)))
     scale = (1 / math.sqrt(D) if sm_scale is None else sm_scale) * math.log2(math.e)
     rows, dim = (max(16, triton.next_power_of_2(n)) for n in (Hq // Hkv, D))
-    tile = max(16, 16384 // (dim * q.element_size()))
+    tile, warps = max(16, 16384 // (dim * q.element_size())), 4 if Hq > Hkv else 2
     split_kv_kernel[(Hkv, S, B)](
         q, k_cache, v_cache, block_tables, context_lens, o_part, lse_part,
         q.stride(0), block_tables.stride(0), scale, S,
-        PAGE=BS, HKV=Hkv, GROUP=Hq // Hkv, D=D, ROWS=rows, DIM=dim, TILE=tile, num_warps=4, num_stages=3,
+        PAGE=BS, HKV=Hkv, GROUP=Hq // Hkv, D=D, ROWS=rows, DIM=dim, TILE=tile, num_warps=warps, num_stages=3,
     )  # fmt: skip
     o, lse = merge_splits(o_part, lse_part)
     return (o.to(q.dtype), lse) if return_lse else o.to(q.dtype)

@@ -33,7 +33,8 @@ def plan_decode(context_lens_cpu, page_size, num_kv_heads, num_programs):
     sequence fits, each has one. The lists are max(B, num_programs // num_kv_heads) long, whatever the lengths are:
     a captured graph keeps its tensors, and the next plan is copied into them. Returns a WorkList on the CPU.
     Refused (AssertionError naming the argument): lengths not on the CPU, not [B] or negative; any number below 1.
-    num_programs: a few for each multiprocessor of the card and one for each (sequence, KV head) work well.
+    num_programs: how much to cut. On an H200 the larger of 4 a multiprocessor and B · num_kv_heads did best, and three
+    times the latter where lengths differ much: then a long sequence must not be one program's work.
 
     >>> plan_decode([9, 2, 5], page_size=4, num_kv_heads=2, num_programs=10)  # 5 items at most; chunks of 2 pages
     seq [0, 0, 1, 2, 0], start [0, 8, 0, 0, 0], end [8, 9, 2, 5, 0], row_ptr [0, 2, 3, 4]
@@ -161,11 +162,12 @@ def planned_decode(q, k_cache, v_cache, block_tables, work, sm_scale=None, retur
     lse, lse_part = (q.new_empty(n, Hq, dtype=torch.float32) for n in (B, items))
     scale = (1 / math.sqrt(D) if sm_scale is None else sm_scale) * math.log2(math.e)
     rows, dim = (max(16, triton.next_power_of_2(n)) for n in (Hq // Hkv, D))
-    tile = max(16, 16384 // (dim * q.element_size()))
+    tile, warps = max(16, 16384 // (dim * q.element_size())), 4 if Hq > Hkv else 2
     planned_decode_kernel[(Hkv, items)](
         q, k_cache, v_cache, block_tables, *work, o_part, lse_part, o, lse, q.stride(0), block_tables.stride(0), scale,
-        PAGE=BS, HKV=Hkv, GROUP=Hq // Hkv, D=D, ROWS=rows, DIM=dim, TILE=tile, num_warps=4, num_stages=3,
+        PAGE=BS, HKV=Hkv, GROUP=Hq // Hkv, D=D, ROWS=rows, DIM=dim, TILE=tile, num_warps=warps, num_stages=3,
     )  # fmt: skip
-    tile = max(1, 8192 // dim)
-    merge_items_kernel[(Hq, B)](o_part, lse_part, work.row_ptr, o, lse, HQ=Hq, D=D, DIM=dim, TILE=tile, num_warps=4)
+    tile = min(64, max(8, triton.next_power_of_2(items // max(B, 1))))  # all the items of a usual sequence
+    shape = {"HQ": Hq, "D": D, "DIM": dim, "TILE": tile, "num_warps": max(1, tile // 16)}
+    merge_items_kernel[(Hq, B)](o_part, lse_part, work.row_ptr, o, lse, **shape)
     return (o, lse) if return_lse else o
