@@ -51,7 +51,12 @@ def fail(message: str, status: int = 2) -> NoReturn:
 
 def absolute(impl: str) -> str:
     """The tests run in another directory than the one that a path was typed in."""
-    return impl if impl in BUILT_IN else str(Path(impl).expanduser().absolute())
+    if not impl or impl in BUILT_IN:
+        return impl or "mine"
+    try:
+        return str(Path(impl).expanduser().absolute())
+    except RuntimeError as error:  # ~nobody/attention
+        fail(f"--impl {impl}: {error}")
 
 
 def version(wanted: bool) -> None:
@@ -177,7 +182,8 @@ def graded(drills: list[catalog.Drill], impl: str) -> Report:
     from drills.grader import run, show
     from drills.implementation import SelectionError
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # however this is ended, the tests end with it
+    for ending in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # however this is ended, the tests end with it
+        signal.signal(ending, signal.default_int_handler)
     try:
         with show.Watch(console) as watch:
             return run.grade(drills, impl, watch)
@@ -189,7 +195,7 @@ def graded(drills: list[catalog.Drill], impl: str) -> Report:
 
 def chosen(names: list[str] | None) -> list[catalog.Drill]:
     try:
-        return [catalog.find(Path(name).name) for name in names or []] or list(catalog.DRILLS)
+        return list(dict.fromkeys(catalog.find(Path(name).name) for name in names or [])) or list(catalog.DRILLS)
     except KeyError as error:
         fail(error.args[0])
 

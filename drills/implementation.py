@@ -17,13 +17,14 @@ import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from _pytest.outcomes import Failed
 
 from drills import catalog
 from drills.observe import Observed, watching
@@ -67,8 +68,11 @@ def select(name: str | None) -> Implementation:
     Raises SelectionError, which lists the choices, for anything else. Nothing is imported yet.
     """
     name = name or "mine"
-    directory = BUILT_IN.get(name, Path(name).expanduser())
     choices = "DRILLS_IMPL can be mine (the default), solutions, or a directory that holds the drill modules"
+    try:
+        directory = BUILT_IN.get(name) or Path(name).expanduser()
+    except RuntimeError as error:  # ~nobody/attention
+        raise SelectionError(f"DRILLS_IMPL={name}: {first_line(error)}.\n{choices}.") from None
     if not directory.exists():
         raise SelectionError(f"DRILLS_IMPL={name}: there is no such path ({directory.absolute()}).\n{choices}.")
     if not directory.is_dir():
@@ -113,6 +117,7 @@ class Implementation:
     def __init__(self, name: str, directory: Path, modules: Mapping[str, types.ModuleType] | None = None):
         self.name, self.directory = name, directory
         self.lost: str | None = None  # how the GPU was lost, after which no call can be trusted
+        self.late: BaseException | None = None  # the time-out of this test, if it has run out
         self._modules: dict[str, types.ModuleType | Unusable] = dict(modules or {})
 
     def run(self, function: str, *args: Any, forbid_sync: bool = False, capturing: bool = False) -> Outcome:
@@ -122,6 +127,8 @@ class Implementation:
         capturing: torch.cuda.is_current_stream_capturing() says yes, as if a CUDA graph were being captured.
         Raises NotStarted or Unusable, which are about the file and not about this call.
         """
+        if self.late is not None:
+            raise self.late  # Hypothesis would try the call that hangs again, and no alarm would end that
         drill, entry = catalog.owner(function)
         call = self.function(function)
         named = dict(zip(entry.arguments, args))
@@ -138,7 +145,9 @@ class Implementation:
                 if any(t.is_cuda for t in tensors(list(named.values()))):
                     torch.cuda.synchronize()  # a fault in a kernel belongs to this call
             except BaseException as error:
-                if isinstance(error, KeyboardInterrupt) or type(error).__name__ == "Failed":
+                if isinstance(error, Failed):
+                    self.late = error
+                if isinstance(error, (KeyboardInterrupt, Failed)):
                     raise  # the user's Ctrl-C, and the suite's time-out, which is a failed test
                 outcome.raised = cause(error)
                 outcome.where = self.own_lines(error)
@@ -207,14 +216,12 @@ class Implementation:
     def own_lines(self, error: BaseException) -> list[str]:
         """The traceback's lines in this implementation's files, down to the exception's cause."""
         lines: list[str] = []
-        seen: BaseException | None = error
-        while seen is not None:
+        for seen in causes(error):
             for frame in traceback.extract_tb(seen.__traceback__):
                 if Path(frame.filename).parent == self.directory:
                     line = f"{shown(Path(frame.filename))}:{frame.lineno}   {frame.line or ''}"
                     if line not in lines:
                         lines.append(line)
-            seen = seen.__cause__
         return lines
 
 
@@ -267,7 +274,8 @@ def _alone() -> Iterator[None]:
     try:
         yield
     finally:
-        sys.meta_path.remove(_Refuse)
+        with suppress(ValueError):  # the code under test may have emptied the list
+            sys.meta_path.remove(_Refuse)
         sys.modules.update(hidden)
         for parent, name, module in attached:
             setattr(parent, name, module)
@@ -312,9 +320,17 @@ def _bits(value: Any) -> list[Any]:
 
 def cause(error: BaseException) -> BaseException:
     """Triton's interpreter wraps what a kernel raised: the learner needs the inner one."""
-    while type(error).__name__ == "InterpreterError" and error.__cause__ is not None:
-        error = error.__cause__
-    return error
+    return next((e for e in causes(error) if type(e).__name__ != "InterpreterError"), error)
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """An exception, what it was raised from, and so on. A chain that bites its tail ends there."""
+    seen: set[int] = set()
+    following: BaseException | None = error
+    while following is not None and id(following) not in seen:
+        seen.add(id(following))
+        yield following
+        following = following.__cause__
 
 
 def _gpu_lost(error: BaseException) -> str | None:
@@ -332,11 +348,16 @@ def shown(path: Path) -> str:
     """A path as a learner would type it: from the working directory when it is below, else whole."""
     try:
         return str(path.relative_to(Path.cwd()))
-    except ValueError:
+    except (ValueError, OSError):  # the working directory may be gone
         return str(path)
 
 
 def first_line(error: BaseException) -> str:
-    """An exception's message, its first line, cut to a readable length."""
-    line = next(iter(str(error).strip().splitlines()), "")
+    """An exception's message, its first line, cut to a readable length, without what a terminal would obey."""
+    try:
+        text = str(error)
+    except Exception as wrong:
+        return f"(its message cannot be had: __str__ raised {type(wrong).__name__})"
+    line = next(iter(text.strip().splitlines()), "")
+    line = "".join(c if c.isprintable() else "\ufffd" for c in line)
     return line if len(line) <= 300 else line[:297] + "..."

@@ -8,7 +8,7 @@ import os
 import torch
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when a kernel is defined
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is defined
 
 ON_GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
 DEVICE = "cuda" if ON_GPU else "cpu"

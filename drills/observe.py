@@ -8,7 +8,9 @@ inside FlashInfer's wrapper is theirs, and is not counted.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
+import types
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -32,6 +34,7 @@ WAITING_OPS = {
     "aten::bincount": "bincount: the size of its result must be read",
     "aten::repeat_interleave": "repeat_interleave without output_size: the size of its result must be read",
 }
+TRITON = f"{os.sep}triton{os.sep}"
 # Python calls that read a tensor on the host, whatever torch dispatches for them.
 WAITING_CALLS = ("tolist", "numpy", "__array__", "__dlpack__", "cpu")
 # The wrapper's methods, older names included, and what a call of each counts as.
@@ -54,6 +57,7 @@ class Observed:
     host_reads: list[str] = field(default_factory=list)  # each as a phrase a learner can act on
     values_read: int = 0  # how many values the host reads brought over
     torch_writes: list[str] = field(default_factory=list)  # torch operations that wrote into a watched argument
+    torch_in_kernels: list[str] = field(default_factory=list)  # torch operations called by a kernel's own lines
     launches: Counter[str] = field(default_factory=Counter)  # Triton kernels by name
     wrapper: Counter[str] = field(default_factory=Counter)  # FlashInfer: constructed, planned, run
 
@@ -61,7 +65,8 @@ class Observed:
 class _Ops(TorchDispatchMode):
     def __init__(self, seen: Observed, watched: set[int]):
         super().__init__()
-        self.seen, self.watched, self.paused = seen, watched, False
+        self.seen, self.watched = seen, watched
+        self.paused: str | None = None  # within a launch or a wrapper's method: the directory of the kernel's file
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -69,9 +74,11 @@ class _Ops(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if self.paused:
-            return func(*args, **kwargs)
         name = func._schema.name
+        if self.paused:
+            if _called_from(self.paused):
+                self.seen.torch_in_kernels.append(name)
+            return func(*args, **kwargs)
         self.seen.ops.append(name)
         if name in WAITING_OPS and not (name == "aten::repeat_interleave" and kwargs.get("output_size") is not None):
             self.read(WAITING_OPS[name], 1)
@@ -92,6 +99,19 @@ class _Ops(TorchDispatchMode):
     def read(self, how: str, values: int) -> None:
         self.seen.host_reads.append(how)
         self.seen.values_read += values
+
+
+def _called_from(directory: str) -> bool:
+    """Whether a line in this directory called torch, and not Triton for it: to the interpreter a kernel is Python."""
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if os.path.dirname(file) == directory:
+            return True
+        if TRITON in file or (file == __file__ and frame.f_code.co_name == "run"):
+            return False
+        frame = frame.f_back
+    return False
 
 
 def _by_mask(name: str, args: tuple[Any, ...]) -> bool:
@@ -124,8 +144,8 @@ def watching(watched: set[int]) -> Iterator[Observed]:
     ops = _Ops(seen, watched)
 
     @contextlib.contextmanager
-    def paused() -> Iterator[None]:
-        before, ops.paused = ops.paused, True
+    def paused(directory: str = "nobody's") -> Iterator[None]:
+        before, ops.paused = ops.paused, directory
         try:
             yield
         finally:
@@ -150,7 +170,7 @@ def _watch_triton(stack: contextlib.ExitStack, seen: Observed, paused: Any) -> N
         def run(self, *args, grid, warmup, **kwargs):
             if not warmup:
                 seen.launches[self.fn.__name__] += 1
-            with paused():
+            with paused(os.path.dirname(self.fn.__code__.co_filename)):
                 return original(self, *args, grid=grid, warmup=warmup, **kwargs)
 
         return run

@@ -59,6 +59,8 @@ def reset(drill: catalog.Drill, directory: Path) -> Path | None:
     if directory.resolve() == SOLUTIONS:
         raise ValueError("the solutions are what the stubs are made from: choose another directory")
     path = directory / drill.file
+    if path.is_symlink() and not path.exists():
+        raise ValueError(f"{path} is a link to nothing: remove it, or make what it leads to")
     kept = keep(path) if differs(drill, directory) else None
     directory.mkdir(parents=True, exist_ok=True)
     path.write_text(stub(drill), encoding="utf-8", newline="\n")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from drills import catalog
-from drills.mistakes import catalogue, matrix
+from drills import catalog, readme
+from drills.mistakes import catalogue
 
 
 def test_there_are_enough():
@@ -31,22 +31,6 @@ def test_the_tests_it_names_exist():
             assert set(entry.fails) <= there, f"{entry.name}: {set(entry.fails) - there}"
 
 
-def test_readme_has_the_matrix():
-    readme = (catalog.PACKAGE.parent / "README.md").read_text()
-    found = re.search(r"<!-- matrix -->\n(.*)<!-- /matrix -->", readme, re.DOTALL)
-    assert found, "README.md has no <!-- matrix --> block"
-    assert found[1].strip() == matrix.markdown().strip(), (
-        "README's matrix is old: put in what `drills mistakes --markdown` prints"
-    )
-
-
-def test_readme_lists_the_drills():
-    readme = (catalog.PACKAGE.parent / "README.md").read_text()
-    found = re.search(r"<!-- drills -->\n(.*)<!-- /drills -->", readme, re.DOTALL)
-    assert found
-    rows = ["| drill | what you write | functions | page |", "|---|---|---|---|"]
-    for drill in catalog.DRILLS:
-        functions = ", ".join(f"`{function.name}`" for function in drill.functions)
-        page = drill.page.rpartition("/")[2]
-        rows.append(f"| {drill.id} | {drill.title} | {functions} | [{page}](drills/{drill.page}) |")
-    assert found[1].strip().splitlines() == rows
+def test_readme_has_the_tables():
+    text = readme.README.read_text(encoding="utf-8")
+    assert text == readme.made(text), "README's tables are old: python -m drills.readme writes them"

@@ -85,11 +85,19 @@ def test_an_implementation_that_cannot_be_found(name, said, tmp_path, monkeypatc
     assert printed.out == ""
 
 
+def test_a_home_that_nobody_has(tmp_path):
+    done = drills("reset", "l1", "--impl", "~nobody-of-this-name/drills", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "--impl ~nobody-of-this-name/drills: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_grade_passes_a_solution_however_noisy(tmp_path):
     noise = "\nimport sys\nprint('noise ' * 1_000_000)\nprint('noise', file=sys.stderr)\n"
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / L1.file).write_text(SOLUTION + noise, encoding="utf-8")
-    done = drills("grade", "L1", "--impl", "theirs", cwd=tmp_path, PYTEST_ADDOPTS="-k none_of_them")
+    options = {"PYTEST_ADDOPTS": "-k none_of_them", "PYTHONOPTIMIZE": "2", "TRITON_INTERPRET": "0"}
+    done = drills("grade", "L1", "l1", "--impl", "theirs", cwd=tmp_path, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASSED: L1" in done.stdout
     assert "\nlane: " in done.stdout

@@ -190,6 +190,44 @@ def test_nothing_hangs(tmp_path, monkeypatch):
     assert "nothing was heard from it for 10 s, after its last test" in text
 
 
+def test_a_record_that_is_written_to(tmp_path):
+    """What the code under test writes into every open file is no result, and no traceback of ours either."""
+    source = """
+        import os
+
+        def slot_mapping(*args):
+            for file in range(3, 64):
+                try:
+                    os.write(file, b"junk \\xff\\n[1]\\n")
+                except OSError:
+                    pass
+            return None
+    """
+    report, text = graded(submission(tmp_path, textwrap.dedent(source)))
+    assert not report.ok
+    assert "something other than the suite wrote into the record of the results" in text
+
+
+def test_a_tensor_that_lies(tmp_path):
+    """A subclass that calls itself equal to everything."""
+    source = """
+        import torch
+
+        class Equal(torch.Tensor):
+            @classmethod
+            def __torch_function__(cls, func, types, args=(), kwargs=None):
+                if getattr(func, "__name__", "") in ("ne", "__ne__"):
+                    return torch.zeros(args[1].shape, dtype=torch.bool)
+                return super().__torch_function__(func, types, args, kwargs or {})
+
+        def slot_mapping(block_table, seq_idx, positions, block_size):
+            return torch.zeros(positions.shape, dtype=torch.int64).as_subclass(Equal)
+    """
+    report, text = graded(submission(tmp_path, textwrap.dedent(source)))
+    assert report.counts(1)["passed"] == 0
+    assert "slots is a Equal, expected a tensor" in text
+
+
 def test_a_collection_without_tests_is_a_failure():
     report = run.DrillReport(L1, status=5)
     assert not report.ok

@@ -51,6 +51,8 @@ def test_a_file_and_an_empty_directory(tmp_path):
     (tmp_path / "x.py").write_text("")
     with pytest.raises(SelectionError, match="that is a file"):
         implementation.select(str(tmp_path / "x.py"))
+    with pytest.raises(SelectionError, match="DRILLS_IMPL can be mine"):
+        implementation.select("~nobody-of-this-name/drills")
     with pytest.raises(SelectionError, match=r"holds none of l1_paged_kv_write\.py"):
         implementation.select(str(tmp_path))
 
@@ -178,6 +180,50 @@ def test_launches_and_torch_writes():
 
     seen = implementation.reference_with(reshape_and_cache, "x").run("reshape_and_cache", *args).observed
     assert seen.torch_writes == ["aten::add"]
+
+
+def test_torch_within_a_kernel(submission):
+    """The interpreter runs a kernel as Python, where torch can be called: on a GPU there is none."""
+    source = """
+import triton, triton.language as tl
+
+@triton.jit
+def reshape_and_cache_kernel(slots):
+    do()
+
+def reshape_and_cache(key, value, k_cache, v_cache, slots):
+    global do
+    do = lambda: k_cache.view(-1, 2, 4).index_copy_(0, slots, key)
+    reshape_and_cache_kernel[(1,)](slots)
+"""
+    args = [torch.ones(1, 2, 4)] * 2 + [*caches(2, 4, 2, 4), ints([6], torch.int64)]
+    assert "aten::index_copy_" in submission(source).run("reshape_and_cache", *args).observed.torch_in_kernels
+    assert not implementation.select("solutions").run("reshape_and_cache", *args).observed.torch_in_kernels
+
+
+@pytest.mark.parametrize(
+    ("raises", "said"),
+    [
+        ("class E(Exception):\n        def __str__(self): 1 / 0\n    raise E", "its message cannot be had"),
+        ("a, b = ValueError('one'), ValueError('two')\n    a.__cause__, b.__cause__ = b, a\n    raise a", "one"),
+        ("raise ValueError('\\x1b[2Jcleared')", "\ufffd[2Jcleared"),
+    ],
+    ids=["no message", "a cycle of causes", "a terminal's command"],
+)
+def test_odd_exceptions(submission, raises, said):
+    outcome = submission(f"def slot_mapping(b, s, p, n):\n    {raises}\n").run("slot_mapping", TABLE, SEQ, POS, 4)
+    assert said in implementation.first_line(outcome.raised)
+    assert len(outcome.where) == 1
+
+
+def test_a_time_out_ends_the_test(submission):
+    """Hypothesis tries a call that failed again: one that ran out of time must not run a second time."""
+    impl = submission("import pytest\ncalls = 0\ndef slot_mapping(b, s, p, n): pytest.fail('Timeout (>1.0s)')\n")
+    with pytest.raises(pytest.fail.Exception) as first:
+        impl.run("slot_mapping", TABLE, SEQ, POS, 4)
+    with pytest.raises(pytest.fail.Exception) as second:
+        impl.run("slot_mapping", TABLE, SEQ, POS, 4)
+    assert second.value is first.value
 
 
 def test_flashinfer_calls_are_counted():

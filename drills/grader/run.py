@@ -65,6 +65,7 @@ class DrillReport:
     problem: str | None = None
     current: Test | None = None  # the test it is in
     status: int | None = None  # the exit status that pytest announced
+    garbled: str | None = None  # a line of the record that the recorder did not write
 
     @property
     def ok(self) -> bool:
@@ -151,7 +152,7 @@ def _grade(drill: catalog.Drill, impl: Implementation, progress: Progress) -> Dr
     report = DrillReport(drill)
     with tempfile.TemporaryDirectory(prefix="drills-grade-") as scratch:
         record, output = Path(scratch, "record.jsonl"), Path(scratch, "output")
-        with record.open("w+", encoding="utf-8") as events, output.open("w+b") as said:
+        with record.open("w+", encoding="utf-8", errors="replace") as events, output.open("w+b") as said:
             child = _start(drill, impl, record, said)
             try:
                 silent = _follow(child, events, report, progress)
@@ -167,6 +168,7 @@ def _grade(drill: catalog.Drill, impl: Implementation, progress: Progress) -> Dr
 def _start(drill: catalog.Drill, impl: Implementation, record: Path, said: Any) -> subprocess.Popen[bytes]:
     # The caller's PYTEST_ADDOPTS and the like must not choose what is graded.
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    env.pop("PYTHONOPTIMIZE", None)
     env |= {"DRILLS_IMPL": impl.name if impl.name in BUILT_IN else str(impl.directory), "DRILLS_RECORD": str(record)}
     command = [sys.executable, "-m", "pytest", str(drill.tests), "-q", "-rN", "--tb=short", "--show-capture=no"]
     plugins = ["-p", "drills.grader.record", "-p", "no:cacheprovider"]
@@ -183,7 +185,11 @@ def _follow(child: subprocess.Popen[bytes], events: TextIO, report: DrillReport,
         ended = child.poll() is not None  # asked before reading, so that the last lines are read
         *lines, rest = (rest + events.read()).split("\n")
         for line in lines:
-            report.take(json.loads(line))
+            try:
+                report.take(json.loads(line))
+            except (ValueError, KeyError, TypeError, AttributeError):
+                report.garbled = line
+                return None
             progress(report)
             heard = time.monotonic()
         if ended:
@@ -205,6 +211,12 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
 
 def _problem(report: DrillReport, code: int, silent: float | None, output: str, impl: Implementation) -> str | None:
     """How the process went wrong, or None: it ran every test it collected and ended as their results demand."""
+    if report.garbled is not None:
+        return (
+            f"{report.drill.id} · something other than the suite wrote into the record of the results\n"
+            f"    {report.garbled[:80]!r}\n"
+            "  Code under test must leave files alone that it has not opened: no result of this run counts."
+        )
     missing = sum(test.state == "missing" for test in report.tests.values())
     demanded = 0 if all(test.state in ("passed", "skipped") for test in report.tests.values()) else 1
     if report.tests and not missing and silent is None and code == report.status == demanded:

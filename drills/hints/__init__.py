@@ -40,6 +40,8 @@ def had(drill: catalog.Drill, stage: int, store: Path) -> list[tuple[int, str]]:
 
 def _given(store: Path) -> dict[str, int]:
     try:
-        return json.loads(store.read_text(encoding="utf-8"))
+        given = json.loads(store.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return {}
+    items = given.items() if isinstance(given, dict) else ()
+    return {key: level for key, level in items if level in (1, 2, 3)}

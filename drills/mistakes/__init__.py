@@ -67,10 +67,11 @@ def mistake(
 
 
 def catalogue(drill: catalog.Drill | None = None) -> list[Mistake]:
-    """Every entry, or a drill's, in the order of their modules."""
-    for each in catalog.DRILLS:
+    """Every entry, or a drill's, in the order of the drills and of their modules."""
+    wanted = catalog.DRILLS if drill is None else (drill,)
+    for each in wanted:
         importlib.import_module(f"drills.mistakes.{each.module}")
-    return [entry for entry in _entries if drill is None or entry.drill == drill]
+    return [entry for each in wanted for entry in _entries if entry.drill == each]
 
 
 def shows_here(entry: Mistake) -> bool:

@@ -121,6 +121,8 @@ class Judge:
             self._untouched(function, before, args)
         elif outcome.raised is not None:
             self.fail(function, before, _raised(outcome), None, outcome, [*args])
+        for op in outcome.observed.torch_in_kernels:
+            self.fail(function, before, [f"a kernel called torch ({op}): only the interpreter lets it, no GPU can"])
         for name in outcome.disturbed:
             self.fail(function, before, [f"changed its argument {name}, which it should only read"])
         return outcome
@@ -273,7 +275,7 @@ def _differs(function: str, got: Any, want: Any, close: float | None, args: list
     else:
         pairs = [(names[0], got, want)]
     for name, x, y in pairs:
-        if not isinstance(x, torch.Tensor):
+        if type(x) is not torch.Tensor:  # a subclass can answer a comparison as it likes
             return [f"{name} is {_kind(x)}, expected a tensor"]
         if x.shape != y.shape:
             return [f"{name} has shape {_list(x.shape)}, expected {_list(y.shape)}", *_side_by_side(x, y)]
@@ -401,7 +403,7 @@ def _same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def _kind(x: Any) -> str:
-    if isinstance(x, torch.Tensor):
+    if type(x) is torch.Tensor:
         return f"a tensor {_list(x.shape)} of {_dtype(x.dtype)}"
     if isinstance(x, (list, tuple)):
         return f"a {type(x).__name__} of {len(x)}"

@@ -29,6 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "kernel: needs Triton")
     # The interpreter computes with numpy, which warns of the log2(0) of an empty softmax. A GPU gives -inf, silently.
     config.addinivalue_line("filterwarnings", "ignore:.*encountered in:RuntimeWarning:triton")
+    if not __debug__:
+        raise pytest.UsageError("Python runs without its asserts (-O or PYTHONOPTIMIZE), which are what the drills check")
     try:
         config.stash[impl_key] = implementation.selected()
     except implementation.SelectionError as error:
@@ -86,6 +88,7 @@ def judge_of(item: pytest.Item) -> Judge:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     board, impl = item.config.stash[board_key], item.config.stash[impl_key]
+    impl.late = None
     if impl.lost:
         pytest.fail(f"not run: the GPU was lost in an earlier test ({impl.lost}). Mend that one first.", pytrace=False)
     if board.timeouts[drill_of(item).id] >= TIMEOUTS_A_DRILL:
