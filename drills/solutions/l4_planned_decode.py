@@ -45,18 +45,19 @@ def plan_decode(context_lens_cpu, page_size, num_kv_heads, num_programs):
     for name, x in ("page_size", page_size), ("num_kv_heads", num_kv_heads), ("num_programs", num_programs):
         assert x >= 1, f"{name} must be at least 1, got {x}"
     pages = (lens.long() + page_size - 1) // page_size
-    room = max(len(lens), num_programs // num_kv_heads)
+    budget = num_programs // num_kv_heads
     chunk, enough = 1, max([1, *pages.tolist()])
     while chunk < enough:  # a larger chunk never makes more items, so halve the interval
         middle = (chunk + enough) // 2
-        fits = ((pages + middle - 1) // middle).sum() <= room
+        fits = ((pages + middle - 1) // middle).sum() <= budget
         chunk, enough = (chunk, middle) if fits else (middle + 1, enough)
     counts = (pages + chunk - 1) // chunk
     row_ptr = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
     seq = torch.repeat_interleave(counts)
     start = (torch.arange(len(seq)) - row_ptr[seq]) * chunk * page_size
     end = torch.minimum(start + chunk * page_size, lens[seq])
-    items = (torch.nn.functional.pad(x, (0, room - len(seq))) for x in (seq, start, end))
+    padding = max(len(lens), budget) - len(seq)
+    items = (torch.nn.functional.pad(x, (0, padding)) for x in (seq, start, end))
     return WorkList(*(x.int() for x in (*items, row_ptr)))
 
 
@@ -152,12 +153,12 @@ def planned_decode(q, k_cache, v_cache, block_tables, work, sm_scale=None, retur
     for name, x in {"k_cache": k_cache, "v_cache": v_cache}.items():
         assert x.dtype == q.dtype and x.device == q.device, f"{name} is {x.dtype} on {x.device}, q {q.dtype}"
         assert x.is_contiguous(), f"{name} must be contiguous: pass the cache itself, not a strided view of it"
-    sizes = {"seq": items, "start": items, "end": items, "row_ptr": B + 1}
-    for name, x, shape in ("block_tables", block_tables, (B, *block_tables.shape[1:])), *(
-        (f"work.{name}", getattr(work, name), (size,)) for name, size in sizes.items()
-    ):
-        assert x.shape == shape and x.dtype == torch.int32 and x.device == q.device, f"{name} must be int32 {shape}"
-        assert x[:1].is_contiguous(), f"{name} must have dense rows"
+    assert block_tables.dim() == 2, f"block_tables must be [B, W], got {block_tables.shape}"
+    sizes = {"block_tables": B, "work.seq": items, "work.start": items, "work.end": items, "work.row_ptr": B + 1}
+    for (name, size), x in zip(sizes.items(), (block_tables, *work)):
+        assert len(x) == size, f"{name} has {len(x)} rows, expected {size}"
+        assert x.dtype == torch.int32 and x.device == q.device, f"{name} must be int32 on {q.device}"
+        assert x.stride(-1) == 1 or x.shape[-1] <= 1, f"{name} must be dense: call .contiguous() on it"
     o, o_part = q.new_empty(B, Hq, D), q.new_empty(items, Hq, D, dtype=torch.float32)
     lse, lse_part = (q.new_empty(n, Hq, dtype=torch.float32) for n in (B, items))
     scale = (1 / math.sqrt(D) if sm_scale is None else sm_scale) * math.log2(math.e)
