@@ -27,6 +27,6 @@ def cases(impl: Implementation) -> Iterator[tuple[str, dict[str, float]]]:
 
 def programs(lens: list[int], kv_heads: int) -> int:
     """How many programs to plan for: what plan_decode's docstring says did best."""
-    mean = sum(lens) / len(lens)
-    a_sequence = 3 if max(lens) > 1.5 * mean else 1
-    return max(4 * torch.cuda.get_device_properties(0).multi_processor_count, a_sequence * len(lens) * kv_heads)
+    ragged = max(lens) > 1.5 * sum(lens) / len(lens)
+    more = sum(lens) * kv_heads // 1024 if ragged else 0
+    return max(4 * torch.cuda.get_device_properties(0).multi_processor_count, len(lens) * kv_heads + more)

@@ -18,7 +18,7 @@ def paged_decode_kernel(
     PAGE: tl.constexpr, HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program a (KV head, sequence): K and V are read once for all GROUP query heads that share them."""
+    """One program a (sequence, KV head): K and V are read once for all GROUP query heads that share them."""
     raise NotImplementedError("L2 paged_decode_kernel is yours to write")
 
 

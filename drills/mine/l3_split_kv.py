@@ -18,7 +18,7 @@ def split_kv_kernel(
     PAGE: tl.constexpr, HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program a (KV head, split, sequence): L2's loop over the split's tokens, and its lse beside its output."""
+    """One program a (sequence, KV head, split): L2's loop over the split's tokens, and its lse beside its output."""
     raise NotImplementedError("L3 split_kv_kernel is yours to write")
 
 

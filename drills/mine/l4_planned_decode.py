@@ -34,8 +34,8 @@ def plan_decode(context_lens_cpu, page_size, num_kv_heads, num_programs):
     sequence fits, each has one. The lists are max(B, num_programs // num_kv_heads) long, whatever the lengths are:
     a captured graph keeps its tensors, and the next plan is copied into them. Returns a WorkList on the CPU.
     Refused (AssertionError naming the argument): lengths not on the CPU, not [B] or negative; any number below 1.
-    num_programs: how much to cut. On an H200 the larger of 4 a multiprocessor and B · num_kv_heads did best, and three
-    times the latter where lengths differ much: then a long sequence must not be one program's work.
+    num_programs: how much to cut. On an H200 this does well: one for each (sequence, KV head), and where lengths differ
+    much one more for each 1,024 tokens of a head; but never fewer than 4 a multiprocessor.
 
     >>> plan_decode([9, 2, 5], page_size=4, num_kv_heads=2, num_programs=10)  # 5 items at most; chunks of 2 pages
     seq [0, 0, 1, 2, 0], start [0, 8, 0, 0, 0], end [8, 9, 2, 5, 0], row_ptr [0, 2, 3, 4]
@@ -50,7 +50,7 @@ def planned_decode_kernel(
     PAGE: tl.constexpr, HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program a (KV head, item): L3's, but for where its piece of work comes from."""
+    """One program an (item, KV head): L3's, but for where its piece of work comes from."""
     raise NotImplementedError("L4 planned_decode_kernel is yours to write")
 
 

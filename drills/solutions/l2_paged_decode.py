@@ -17,8 +17,8 @@ def paged_decode_kernel(
     PAGE: tl.constexpr, HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program a (KV head, sequence): K and V are read once for all GROUP query heads that share them."""
-    head, seq = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """One program a (sequence, KV head): K and V are read once for all GROUP query heads that share them."""
+    seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     length = tl.load(lens_ptr + seq)
     row, dim = tl.arange(0, ROWS), tl.arange(0, DIM)  # powers of two, and at least the 16 of tl.dot: the rest is masked
     heads = head * GROUP + row
@@ -75,7 +75,7 @@ def paged_decode(q, k_cache, v_cache, block_tables, context_lens, sm_scale=None)
     scale = (1 / math.sqrt(D) if sm_scale is None else sm_scale) * math.log2(math.e)  # exp2 is the GPU's own
     rows, dim = (max(16, triton.next_power_of_2(n)) for n in (Hq // Hkv, D))
     tile, warps = max(16, 16384 // (dim * q.element_size())), 4 if Hq > Hkv else 2  # 16 KiB of K, tuned on an H200
-    paged_decode_kernel[(Hkv, B)](
+    paged_decode_kernel[(B, Hkv)](
         q, k_cache, v_cache, block_tables, context_lens, o, q.stride(0), block_tables.stride(0), scale,
         PAGE=BS, HKV=Hkv, GROUP=Hq // Hkv, D=D, ROWS=rows, DIM=dim, TILE=tile, num_warps=warps, num_stages=3,
     )  # fmt: skip

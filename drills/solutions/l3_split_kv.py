@@ -17,8 +17,8 @@ def split_kv_kernel(
     PAGE: tl.constexpr, HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program a (KV head, split, sequence): L2's loop over the split's tokens, and its lse beside its output."""
-    head, split, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    """One program a (sequence, KV head, split): L2's loop over the split's tokens, and its lse beside its output."""
+    seq, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(lens_ptr + seq)
     chunk = tl.cdiv(length, S)
     start = split * chunk
@@ -123,7 +123,7 @@ def split_kv_decode(q, k_cache, v_cache, block_tables, context_lens, num_splits,
     scale = (1 / math.sqrt(D) if sm_scale is None else sm_scale) * math.log2(math.e)
     rows, dim = (max(16, triton.next_power_of_2(n)) for n in (Hq // Hkv, D))
     tile, warps = max(16, 16384 // (dim * q.element_size())), 4 if Hq > Hkv else 2
-    split_kv_kernel[(Hkv, S, B)](
+    split_kv_kernel[(B, Hkv, S)](
         q, k_cache, v_cache, block_tables, context_lens, o_part, lse_part,
         q.stride(0), block_tables.stride(0), scale, S,
         PAGE=BS, HKV=Hkv, GROUP=Hq // Hkv, D=D, ROWS=rows, DIM=dim, TILE=tile, num_warps=warps, num_stages=3,

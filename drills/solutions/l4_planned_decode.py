@@ -33,8 +33,8 @@ def plan_decode(context_lens_cpu, page_size, num_kv_heads, num_programs):
     sequence fits, each has one. The lists are max(B, num_programs // num_kv_heads) long, whatever the lengths are:
     a captured graph keeps its tensors, and the next plan is copied into them. Returns a WorkList on the CPU.
     Refused (AssertionError naming the argument): lengths not on the CPU, not [B] or negative; any number below 1.
-    num_programs: how much to cut. On an H200 the larger of 4 a multiprocessor and B · num_kv_heads did best, and three
-    times the latter where lengths differ much: then a long sequence must not be one program's work.
+    num_programs: how much to cut. On an H200 this does well: one for each (sequence, KV head), and where lengths differ
+    much one more for each 1,024 tokens of a head; but never fewer than 4 a multiprocessor.
 
     >>> plan_decode([9, 2, 5], page_size=4, num_kv_heads=2, num_programs=10)  # 5 items at most; chunks of 2 pages
     seq [0, 0, 1, 2, 0], start [0, 8, 0, 0, 0], end [8, 9, 2, 5, 0], row_ptr [0, 2, 3, 4]
@@ -68,8 +68,8 @@ def planned_decode_kernel(
     PAGE: tl.constexpr, HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program a (KV head, item): L3's, but for where its piece of work comes from."""
-    head, item = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """One program an (item, KV head): L3's, but for where its piece of work comes from."""
+    item, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, end = tl.load(start_ptr + item), tl.load(end_ptr + item)
     if start >= end:
         return  # padding
@@ -112,8 +112,8 @@ def merge_items_kernel(
     o_part_ptr, lse_part_ptr, row_ptr, o_ptr, lse_ptr,
     HQ: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program a (query head, sequence): L3's merge over the items that row_ptr gives the sequence."""
-    head, seq = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """One program a (sequence, query head): L3's merge over the items that row_ptr gives the sequence."""
+    seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     begin, stop = tl.load(row_ptr + seq), tl.load(row_ptr + seq + 1)
     if stop - begin == 1:
         return
@@ -164,11 +164,11 @@ def planned_decode(q, k_cache, v_cache, block_tables, work, sm_scale=None, retur
     scale = (1 / math.sqrt(D) if sm_scale is None else sm_scale) * math.log2(math.e)
     rows, dim = (max(16, triton.next_power_of_2(n)) for n in (Hq // Hkv, D))
     tile, warps = max(16, 16384 // (dim * q.element_size())), 4 if Hq > Hkv else 2
-    planned_decode_kernel[(Hkv, items)](
+    planned_decode_kernel[(items, Hkv)](
         q, k_cache, v_cache, block_tables, *work, o_part, lse_part, o, lse, q.stride(0), block_tables.stride(0), scale,
         PAGE=BS, HKV=Hkv, GROUP=Hq // Hkv, D=D, ROWS=rows, DIM=dim, TILE=tile, num_warps=warps, num_stages=3,
     )  # fmt: skip
     tile = min(64, max(8, triton.next_power_of_2(items // max(B, 1))))  # all the items of a usual sequence
     shape = {"HQ": Hq, "D": D, "DIM": dim, "TILE": tile, "num_warps": max(1, tile // 16)}
-    merge_items_kernel[(Hq, B)](o_part, lse_part, work.row_ptr, o, lse, **shape)
+    merge_items_kernel[(B, Hq)](o_part, lse_part, work.row_ptr, o, lse, **shape)
     return (o, lse) if return_lse else o
