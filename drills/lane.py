@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 
@@ -18,5 +19,13 @@ def describe() -> str:
     """The lane of this run, as results name it."""
     if ON_GPU:
         return f"GPU, {torch.cuda.get_device_name()}"
-    how = "Triton's interpreter" if importlib.util.find_spec("triton") else "no Triton on this platform"
+    how = "no Triton on this platform"
+    if importlib.util.find_spec("triton"):
+        how = "Triton's interpreter"
+        if _version("triton") < (3, 7) and _version("numpy") >= (2, 4):
+            how += " (too old for numpy 2.4, range(n) fails: triton#9171; pip install -U triton, or numpy below 2.4)"
     return f"CPU, {how} and a strict stand-in for FlashInfer"
+
+
+def _version(package: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in importlib.metadata.version(package).split(".")[:2])

@@ -27,8 +27,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "stage(number): the drill's stage, as drills/catalog.py numbers them")
     config.addinivalue_line("markers", "gpu(reason): runs on a GPU only, and why")
     config.addinivalue_line("markers", "kernel: needs Triton")
-    # The interpreter computes with numpy, which warns of the log2(0) of an empty softmax. A GPU gives -inf, silently.
-    config.addinivalue_line("filterwarnings", "ignore:.*encountered in:RuntimeWarning:triton")
     if not __debug__:
         raise pytest.UsageError("Python runs without its asserts (-O or PYTHONOPTIMIZE), which are what the drills check")
     try:
