@@ -14,8 +14,11 @@ def drills() -> str:
     rows = ["| drill | what you write | functions | page |", "|---|---|---|---|"]
     for drill in catalog.DRILLS:
         functions = ", ".join(f"`{function.name}`" for function in drill.functions)
-        page = drill.page.rpartition("/")[2]
-        rows.append(f"| {drill.id} | {drill.title} | {functions} | [{page}](drills/{drill.page}) |")
+        pages = ", ".join(
+            f"[{name}](drills/{path})"
+            for name, path in (("English", drill.page), ("中文", drill.page.replace("/", "/zh/")))
+        )
+        rows.append(f"| {drill.id} | {drill.title} | {functions} | {pages} |")
     return "\n".join(rows)
 
 
