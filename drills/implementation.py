@@ -120,10 +120,13 @@ class Implementation:
         self.late: BaseException | None = None  # the time-out of this test, if it has run out
         self._modules: dict[str, types.ModuleType | Unusable] = dict(modules or {})
 
-    def run(self, function: str, *args: Any, forbid_sync: bool = False, capturing: bool = False) -> Outcome:
+    def run(
+        self, function: str, *args: Any, forbid_sync: bool = False, capturing: bool = False, huge: bool = False
+    ) -> Outcome:
         """Call `function` and observe it. Its declared `writes` change in place; others are checked to be unchanged.
 
         forbid_sync: on a GPU, any wait for the device raises inside the call (torch.cuda.set_sync_debug_mode).
+        huge: the arguments are too large to be copied, so whether they were changed is not looked at.
         capturing: torch.cuda.is_current_stream_capturing() says yes, as if a CUDA graph were being captured.
         Raises NotStarted or Unusable, which are about the file and not about this call.
         """
@@ -132,7 +135,7 @@ class Implementation:
         drill, entry = catalog.owner(function)
         call = self.function(function)
         named = dict(zip(entry.arguments, args))
-        kept = {name: _bits(value) for name, value in named.items() if name not in entry.writes}
+        kept = {name: _bits(value) for name, value in named.items() if name not in entry.writes and not huge}
         watched = {t.untyped_storage().data_ptr() for name in entry.writes for t in tensors(named.get(name))}
         outcome = Outcome()
         pretend = capturing or not torch.cuda.is_available()  # without a driver, asking raises

@@ -116,7 +116,7 @@ class Judge:
     ) -> Outcome:
         """The call must return, and change nothing but what it is declared to write. huge: too large to be copied."""
         before = list(args) if huge else copy_of(list(args))
-        outcome = self.impl.run(function, *args, **options)
+        outcome = self.impl.run(function, *args, huge=huge, **options)
         if isinstance(outcome.raised, or_refuses) and not isinstance(outcome.raised, SilentlyWrong):
             self._untouched(function, before, args)
         elif outcome.raised is not None:

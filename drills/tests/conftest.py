@@ -28,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu(reason): runs on a GPU only, and why")
     config.addinivalue_line("markers", "kernel: needs Triton")
     if not __debug__:
-        raise pytest.UsageError("Python runs without its asserts (-O or PYTHONOPTIMIZE), which are what the drills check")
+        raise pytest.UsageError("Python runs without its asserts (-O, PYTHONOPTIMIZE): the drills' checks are such")
     try:
         config.stash[impl_key] = implementation.selected()
     except implementation.SelectionError as error:
