@@ -127,10 +127,13 @@ def _prove_share(share: list[str], results: queue.Queue[Proof | Exception | None
     results.put(None)
 
 
-def prove_one(entry: Mistake) -> Proof:
-    """The proof of one mistake, in this process: the tests of its function's stages, and those it names."""
+def prove_one(entry: Mistake, everything: bool = True) -> Proof:
+    """The proof of one mistake, in this process: by the tests it names, and by all others of its function's stages.
+
+    everything: False for the tests it names alone, in a tenth of the time.
+    """
     function = entry.make()
-    stages = {n for n, stage in enumerate(entry.drill.stages, 1) if stage.function == function.__name__}
+    stages = {n for n, stage in enumerate(entry.drill.stages, 1) if everything and stage.function == function.__name__}
     return run(entry.name, function, lambda test, stage: stage in stages or test in entry.fails)
 
 
