@@ -34,7 +34,8 @@ def check_no_two_alike(drill: catalog.Drill, results: dict[str, proof.Proof]) ->
         if entry.name in results:
             said = {test: _problem(message) for test, message in results[entry.name].failed.items()}
             alike[entry.function, tuple(sorted(said.items()))].append(entry.name)
-    assert not [names for names in alike.values() if len(names) > 1]
+    same = [names for names in alike.values() if len(names) > 1]
+    assert not same, f"these fail alike in the tests they name: {same}"
 
 
 def check_diagnosis(drill: catalog.Drill, results: dict[str, proof.Proof]) -> None:
