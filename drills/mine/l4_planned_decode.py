@@ -33,7 +33,8 @@ def plan_decode(context_lens_cpu, page_size, num_kv_heads, num_programs):
     fits; a sequence's last chunk may be shorter, and a sequence of length 0 has none. Where not even one item a
     sequence fits, each has one. The lists are max(B, num_programs // num_kv_heads) long, whatever the lengths are:
     a captured graph keeps its tensors, and the next plan is copied into them. Returns a WorkList on the CPU.
-    Refused (AssertionError naming the argument): lengths that are not [B] integers on the CPU, or negative; any number below 1.
+    Refused (AssertionError naming the argument): lengths that are not [B] integers on the CPU or are negative; any of
+    the three numbers below 1.
     num_programs: how much to cut. On an H200 this does well: one for each (sequence, KV head), and where lengths differ
     much one more for each 1,024 tokens of a head; but never fewer than 4 a multiprocessor.
 
