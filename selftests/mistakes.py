@@ -50,7 +50,8 @@ def check_diagnosis(drill: catalog.Drill, results: dict[str, proof.Proof]) -> No
 def _problem(message: str) -> str:
     """A message without its diagnosis."""
     lines = message.splitlines()
-    return "\n".join(line for line in lines if not line.startswith(("  This is ", "  It has happened", "  Read ")))
+    diagnosis = ("  This is ", "  This may be ", "  It has happened", "  Read ")
+    return "\n".join(line for line in lines if not line.startswith(diagnosis))
 
 
 def _need_all(drill: catalog.Drill, results: dict[str, proof.Proof]) -> None:

@@ -53,6 +53,8 @@ def paged_decode_kernel(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     if WRONG == "top = 0":
         top = tl.full([ROWS], 0, tl.float32)
+    elif WRONG == "top = -10000":
+        top = tl.full([ROWS], -10000, tl.float32)
     total = tl.full([ROWS], 0, tl.float32)
     acc = tl.full([ROWS, DIM], 0, tl.float32)
     if WRONG == "acc in float16":
@@ -272,6 +274,12 @@ def largest_from_zero():
     return _with("top = 0")
 
 
+@mistake("online-softmax", fails=[LARGE], seen=["flashinfer#4267"])
+def a_low_number_for_infinity():
+    """-10000, as the largest logit to begin with or as a dead one, is above lower ones: only -inf is below them all."""
+    return _with("top = -10000")
+
+
 @mistake("online-softmax", fails=[TILES])
 def acc_not_shrunk():
     """The sum of V still counts from the old largest logit: when that rises, multiply acc by exp(old - new) as well."""
@@ -402,10 +410,26 @@ def pages_read_heads_first():
 # The heads
 
 
-@mistake("groups", fails=["test_head_mapping", "test_groups_in_a_batch"], seen=["HipKittens#22", "ONNXim#33"])
+@mistake("groups", fails=["test_head_mapping", "test_groups_in_a_batch"])
 def heads_dealt_out_in_turn():
     """Query head h read KV head h % Hkv: heads that share K and V are neighbours, so it is h // (Hq // Hkv)."""
     return _with("kv_head = heads % HKV")
+
+
+@mistake("groups", fails=["test_head_mapping", "test_groups_in_a_batch"], seen=["HipKittens#22", "ONNXim#33"])
+def heads_divided_by_kv_heads():
+    """Query head h read KV head h // Hkv, right only where a group is as large as Hkv: it is h // (Hq // Hkv)."""
+
+    def paged_decode(q, k_cache, v_cache, block_tables, context_lens, sm_scale=None):
+        _check(q, k_cache, v_cache, block_tables, context_lens)
+        NB, BS, HKV, D = k_cache.shape
+        heads = torch.arange(q.shape[1], device=q.device) // HKV
+        rows = torch.arange(NB * BS, device=q.device)[:, None] * HKV + heads  # past the last head: the next slot's
+        rows = rows.clamp(max=NB * BS * HKV - 1)
+        k_cache, v_cache = (x.view(-1, D)[rows].view(NB, BS, -1, D) for x in (k_cache, v_cache))
+        return _launch("", q, k_cache, v_cache, block_tables, context_lens, sm_scale)
+
+    return paged_decode
 
 
 @mistake("groups", fails=["test_head_mapping", "test_groups_in_a_batch"])
@@ -537,6 +561,12 @@ def strides_of_q_for_o():
 def strided_q_refused():
     """q.is_contiguous() refuses views of a fused QKV tensor, the usual input: ask it of a single row, q[:1]."""
     return _with(dense_rows=lambda a: a.q.is_contiguous())
+
+
+@mistake("shapes", fails=["test_one_head_of_any_stride"])
+def strides_compared_by_hand():
+    """q.stride(1) == D refuses a q of one head, whose stride means nothing: ask a row, q[:1], if it is contiguous."""
+    return _with(dense_rows=lambda a: a.q.stride(1) == a.q.shape[2])
 
 
 @mistake("shapes", fails=["test_a_table_that_is_a_view"])

@@ -10,6 +10,7 @@ import io
 import json
 import os
 import queue
+import re
 import subprocess
 import sys
 import threading
@@ -42,8 +43,9 @@ class Proof:
         """The mistake named by the first message that names one."""
         for message in self.failed.values():
             for line in message.splitlines():
-                if line.strip().startswith("This is "):
-                    return line.strip().removeprefix("This is ").partition(":")[0]
+                named = re.match(r" *This (?:is|may be) ([\w-]+): ", line)
+                if named:
+                    return named[1]
         return None
 
 

@@ -31,8 +31,16 @@ ARITHMETIC = re.compile(r"aten::(\w*mm|dot|mv|einsum|exp2?|\w*softmax|logsumexp|
 class Verdict(Failed):
     """A failed check. Its text is all that the learner is shown."""
 
-    def __init__(self, lines: list[str], hint: str | None, read: str, look_up: Callable[[], Mistake | None] | None):
+    def __init__(
+        self,
+        lines: list[str],
+        hint: str | None,
+        read: str,
+        look_up: Callable[[], Mistake | None] | None,
+        vague: bool = False,
+    ):
         self.lines, self.hint, self.read, self.look_up = lines, hint, read, look_up
+        self.vague = vague  # the result is NaN, which looks the same however it came about
         super().__init__(self.text(), pytrace=False)
 
     def text(self, found: Mistake | None = None) -> str:
@@ -40,7 +48,9 @@ class Verdict(Failed):
         if found is None:
             return "\n".join([*self.lines, *([f"  {self.hint}"] if self.hint else []), f"  Read {self.read}"])
         happened = [f"  It has happened: {', '.join(found.seen)}."] if found.seen else []
-        return "\n".join([*self.lines, f"  This is {found.name}: {found.lesson}", *happened, f"  Read {found.read}"])
+        this = f"  This {'may be' if self.vague else 'is'} {found.name}: {found.lesson}"
+        hint = [f"  {self.hint}"] if self.vague and self.hint else []
+        return "\n".join([*self.lines, *hint, this, *happened, f"  Read {found.read}"])
 
 
 class Judge:
@@ -189,7 +199,10 @@ class Judge:
                 same = functools.partial(_does_the_same, function=function, before=args, outcome=outcome, after=after)
                 return mistakes.diagnose(function, self.test, same)
 
-        raise Verdict(lines, hint, self.drill.section(self.stage), look_up)
+        vague = outcome is not None and any(
+            x.is_floating_point() and x.isnan().any() for x in tensors(outcome.returned)
+        )
+        raise Verdict(lines, hint, self.drill.section(self.stage), look_up, vague)
 
     @property
     def heading(self) -> str:

@@ -71,7 +71,7 @@ def with_logits(logits, values=None, dtype=torch.float32):
 @pytest.mark.stage(1)
 def test_one_token(judge):
     """one token: its weight is 1, and its V comes back"""
-    decodes(judge, arguments(1, [1], 1, stale=True)[1])
+    decodes(judge, arguments(1, [1], 1, stale=True)[1], "Whatever else a tile holds is no token, and weighs 0.")
 
 
 @pytest.mark.kernel
@@ -93,12 +93,15 @@ def test_one_page(judge, tokens):
 
 @pytest.mark.kernel
 @pytest.mark.stage(1)
-@pytest.mark.parametrize("about", [120, -120])
+@pytest.mark.parametrize("about", [120, -120, -70_000])
 def test_large_logits(judge, about):
     """logits that exp cannot take in float32"""
     args = with_logits([about + (p * 5 % 16 - 8) / 4 for p in range(16)])
-    hint = "exp(120) is inf and exp(-120) is 0 in float32: subtract the largest logit first, whatever it is."
-    decodes(judge, args, hint, close=1e-4)
+    hint = (
+        "exp(120) is inf and exp(-120) is 0 in float32: subtract the largest logit of the tokens first. "
+        "Look for it from -inf on, not from 0, and let dead positions have -inf."
+    )
+    decodes(judge, args, hint, close=1e-4 if abs(about) < 1000 else 2e-2)  # float32 near 100,000 has steps of 1/128
 
 
 @pytest.mark.kernel
@@ -107,7 +110,10 @@ def test_large_logits(judge, about):
 def test_many_tiles(judge, logits):
     """600 tokens, more than a tile, each logit above or below the last"""
     rising = [float(p - 300) for p in range(600)]
-    hint = "When a tile raises the largest logit from a to b, all sums so far shrink by exp(a - b)."
+    hint = (
+        "A tile is no page: it is a fixed power of two, and there is a loop over them. When one raises the largest "
+        "logit from a to b, what was summed up so far, of the weights and of V, shrinks by exp(a - b)."
+    )
     decodes(judge, with_logits(rising if logits == "rising" else rising[::-1]), hint, close=1e-4)
 
 
@@ -259,7 +265,7 @@ def test_random_batches(judge, data, page_size, group):
     sequences, kv_heads = data.draw(st.sampled_from([(1, 1), (2, 1), (1, 2)]), label="sequences, KV heads")
     length = st.integers(0, 3 * page_size)
     lens = data.draw(st.lists(length, min_size=sequences, max_size=sequences), label="lengths")
-    seed, dim = data.draw(st.integers(0, 2**20), label="seed"), data.draw(st.sampled_from([16, 24]), label="dim")
+    seed, dim = data.draw(st.integers(0, 2**20), label="seed"), data.draw(st.sampled_from([16, 32]), label="dim")
     decodes(judge, arguments(seed, lens, page_size, (group * kv_heads, kv_heads), dim)[1])
 
 
@@ -333,7 +339,20 @@ def test_rows_of_q(judge, rows):
     args = arguments(23, [5, 3], heads=(2, 1))[1]
     many = torch.randn(8, 4, 16, generator=generator(24)).to(DEVICE)
     q = many[:2, :2] if rows == "of a fused QKV" else many[:, :2].contiguous()[1:5:2]
-    decodes(judge, [q, *args[1:]], "Row b of q begins at b · q.stride(0), row b of o at b · Hq · D.")
+    decodes(
+        judge,
+        [q, *args[1:]],
+        "Row b of q begins at b · q.stride(0), row b of o at b · Hq · D. Such a q is the usual one: do not refuse it.",
+    )
+
+
+@pytest.mark.kernel
+@pytest.mark.stage(5)
+def test_one_head_of_any_stride(judge):
+    """one query head, whose stride is of no use, and says nothing"""
+    args = arguments(25, [5, 3])[1]
+    q = torch.randn(2, 64, generator=generator(26)).to(DEVICE).as_strided((2, 1, 16), (64, 99, 1))
+    decodes(judge, [q, *args[1:]], "A row of q is dense if its values are: with one head there is nothing between.")
 
 
 @pytest.mark.kernel
@@ -421,7 +440,8 @@ SPOILED = {
         lambda g: dict(v_cache=g["v_cache"].view(-1, 4, 1, 16)), "v_cache has 1 head, k_cache 2"
     ),
     "a strided k_cache": (
-        lambda g: dict(k_cache=interleaved(g, 0)), "k_cache is kv[:, 0], every other page: as dense, K is read from V"
+        lambda g: dict(k_cache=interleaved(g, 0)),
+        "k_cache is kv[:, 0], every other page: as dense, K is read from V, and a copy in every layer is no way out",
     ),
     "a strided v_cache": (lambda g: dict(v_cache=interleaved(g, 1)), "v_cache is kv[:, 1], not contiguous"),
     "caches of heads first": (
