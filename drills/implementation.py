@@ -27,6 +27,7 @@ import torch
 from _pytest.outcomes import Failed
 
 from drills import catalog
+from drills.lane import ON_GPU
 from drills.observe import Observed, watching
 
 HERE = Path(__file__).resolve().parent
@@ -141,7 +142,7 @@ class Implementation:
         pretend = capturing or not torch.cuda.is_available()  # without a driver, asking raises
         asked = mock.patch("torch.cuda.is_current_stream_capturing", return_value=capturing)
         no_sync = _forbidden_sync() if forbid_sync and torch.cuda.is_available() else nullcontext()
-        with _alone(), asked if pretend else nullcontext(), watching(watched) as outcome.observed:
+        with _alone(), poisoned(), asked if pretend else nullcontext(), watching(watched) as outcome.observed:
             try:
                 with no_sync:
                     outcome.returned = call(*args)
@@ -282,6 +283,20 @@ def _alone() -> Iterator[None]:
         sys.modules.update(hidden)
         for parent, name, module in attached:
             setattr(parent, name, module)
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Within the block new memory holds NaN, on the CPU lane: what nobody wrote is seen, and is the same in each run."""
+    if ON_GPU:
+        yield  # there the same switch would refuse or warn of operations that are all right
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 @contextmanager

@@ -54,6 +54,7 @@ class Observed:
     """What was seen during one call."""
 
     ops: list[str] = field(default_factory=list)  # torch operations dispatched, in order
+    float_ops: list[str] = field(default_factory=list)  # those of them whose result is a float tensor
     host_reads: list[str] = field(default_factory=list)  # each as a phrase a learner can act on
     values_read: int = 0  # how many values the host reads brought over
     torch_writes: list[str] = field(default_factory=list)  # torch operations that wrote into a watched argument
@@ -90,6 +91,8 @@ class _Ops(TorchDispatchMode):
             if written and value.untyped_storage().data_ptr() in self.watched:
                 self.seen.torch_writes.append(name)
         result = func(*args, **kwargs)
+        if any(isinstance(x, torch.Tensor) and x.is_floating_point() for x in _flat(result)):
+            self.seen.float_ops.append(name)
         source: Any = args[1] if name == "aten::copy_" else args[0] if args else None
         both = isinstance(source, torch.Tensor) and isinstance(result, torch.Tensor)
         if both and source.is_cuda and not result.is_cuda and not kwargs.get("non_blocking"):
@@ -112,6 +115,10 @@ def _called_from(directory: str) -> bool:
             return False
         frame = frame.f_back
     return False
+
+
+def _flat(result: Any) -> tuple[Any, ...]:
+    return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 
 
 def _by_mask(name: str, args: tuple[Any, ...]) -> bool:

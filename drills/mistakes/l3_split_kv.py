@@ -978,6 +978,48 @@ def end_not_clipped():
     return _decoding(SPAN=span, LIVE=live)
 
 
+@mistake("splits", fails=["test_parts_that_cancel"])
+def parts_in_the_dtype_of_q():
+    """The splits' outputs were stored in q's 16 bits and rounded again after the merge: keep the parts in float32."""
+
+    def split_kv_decode(q, *args):
+        return _decoding(merge=lambda o, lse: _right_merge(o.to(q.dtype).float(), lse))(q, *args)
+
+    return split_kv_decode
+
+
+@mistake("splits", fails=["test_a_cache_past_int32"], tells=False)
+def page_of_a_split_in_int32():
+    """The page's offset was computed in int32 and wrapped: widen the page id to int64 before any product."""
+
+    def split_kv_decode(q, k_cache, v_cache, block_tables, *rest):
+        page = k_cache[0].numel()
+        offsets = (block_tables.long() * page + 2**31) % 2**32 - 2**31  # what int32 keeps of them
+        return _right_decode(q, k_cache, v_cache, (offsets // page).int(), *rest)
+
+    return split_kv_decode
+
+
+@mistake("splits", fails=["test_launches_for_more_heads"], tells=False)
+def one_launch_a_kv_head():
+    """A launch for each KV head waits for the one before: put the KV heads on the grid, beside splits and sequences."""
+
+    def split_kv_decode(q, k_cache, v_cache, block_tables, context_lens, num_splits, sm_scale=None, return_lse=False):
+        group = q.shape[1] // k_cache.shape[2]
+        parts = [
+            _right_decode(
+                q[:, h * group : (h + 1) * group].contiguous(),
+                k_cache[:, :, h : h + 1].contiguous(), v_cache[:, :, h : h + 1].contiguous(),
+                block_tables, context_lens, num_splits, sm_scale, True,
+            )
+            for h in range(k_cache.shape[2])
+        ]  # fmt: skip
+        o, lse = (torch.cat(each, 1) for each in zip(*parts))
+        return (o, lse) if return_lse else o
+
+    return split_kv_decode
+
+
 @mistake("splits", fails=["test_two_splits", "test_any_cut", "test_lse_of_any_cut"])
 def tile_past_the_split():
     """The tile was masked by the length, so it runs on into the next split's tokens, counted twice: mask by its end."""

@@ -749,6 +749,8 @@ def planned_decode_kernel(
         end = tl.load(ends + tl.load(row_ptr + seq + 1) - 1)
     if WRONG == "first tile only":
         end = tl.minimum(end, start + TILE)
+    if WRONG == "512 tokens":
+        end = tl.minimum(end, start + 512)
     if WRONG == "start left out":
         start = start + 1
     row, dim = tl.arange(0, ROWS), tl.arange(0, DIM)
@@ -774,7 +776,9 @@ def planned_decode_kernel(
         known = live
         if WRONG == "v to the end of the page":
             known = position < tl.cdiv(end, PAGE) * PAGE
-        page = tl.load(tables + seq * table_stride + column, mask=known, other=0).to(tl.int64)
+        page = tl.load(tables + seq * table_stride + column, mask=known, other=0)
+        if WRONG != "page in int32":
+            page = page.to(tl.int64)
         at = ((page * PAGE + offset) * HKV + head)[:, None] * D + dim[None, :]
         k = tl.load(k_cache + at, mask=live[:, None] & (dim < D)[None, :], other=0)
         v = tl.load(v_cache + at, mask=known[:, None] & (dim < D)[None, :], other=0)
@@ -805,6 +809,8 @@ def planned_decode_kernel(
     if WRONG == "parts' lse in base 2":
         lse = top + tl.log2(total)
     out = (seq if WRONG == "written to the sequence" else item) * HKV * GROUP + heads
+    if WRONG == "parts of the first group":
+        out = item * HKV * GROUP + row
     tl.store(o_part + out[:, None] * D + dim[None, :], part.to(o_part.dtype.element_ty), mask=mine)
     tl.store(lse_part + out, lse.to(lse_part.dtype.element_ty), mask=row < GROUP)
 
@@ -827,6 +833,8 @@ def merge_items_kernel(
         stop = tl.where(stop > begin + 1, stop - 1, stop)
     if WRONG == "8 items":
         stop = tl.minimum(stop, begin + 8)
+    if WRONG == "64 items":
+        stop = tl.minimum(stop, begin + 64)
     if WRONG == "item as sequence":
         begin, stop = seq.to(tl.int32), seq.to(tl.int32) + 1
     if WRONG == "all of its items" or WRONG == "all items":
@@ -851,7 +859,7 @@ def merge_items_kernel(
             if WRONG == "parts weigh the same":
                 weight, shrink = weight * 0 + 1, weight * 0 + 1
             total = total * shrink + weight
-            acc = acc * shrink + weight * part
+            acc = acc * (shrink * 0 + 1 if WRONG == "merged parts not shrunk" else shrink) + weight * part
             top = higher
     if WRONG == "sum not divided":
         value = acc
@@ -968,6 +976,69 @@ def columns_counted_from_the_item():
     start included.
     """
     return _decoder("position in the item")
+
+
+@mistake("decode", fails=["test_a_long_item"])
+def one_large_tile_an_item():
+    """A single tile of 512 tokens holds a short item and loses the rest of a longer one: loop from start to end."""
+    return _decoder("512 tokens")
+
+
+@mistake("decode", fails=["test_a_cache_past_int32"], tells=False)
+def page_of_an_item_in_int32():
+    """The product of page id and page size was taken in int32 and wrapped: widen the id to int64 before any product."""
+    return _decoder("page in int32")
+
+
+@mistake("merging", fails=["test_groups_are_merged"])
+def parts_of_all_heads_in_the_first_group():
+    """Every KV head's program stored its parts as query heads 0 and on: they begin at head · GROUP of the item's Hq."""
+    return _decoder("parts of the first group")
+
+
+@mistake("merging", fails=["test_items_are_merged", "test_many_items"])
+def merged_parts_not_shrunk():
+    """When a part raises the largest lse, what was merged before belongs to the old: multiply it by exp(old - new)."""
+    return _decoder("merged parts not shrunk")
+
+
+@mistake("merging", fails=["test_parts_that_cancel"])
+def parts_of_items_in_the_dtype_of_q():
+    """The items' outputs were stored in q's 16 bits and rounded again after the merge: keep the parts in float32."""
+
+    def planned_decode(q, k_cache, v_cache, block_tables, work, sm_scale=None, return_lse=False):
+        _check(q, k_cache, v_cache, block_tables, work, ())
+        part, part_lse = _parts(q, k_cache, v_cache, block_tables, work, _scale(q, sm_scale))
+        o, lse = _merged((part.to(q.dtype).float(), part_lse), work, q.dtype)
+        return (o, lse) if return_lse else o
+
+    return planned_decode
+
+
+@mistake("merging", fails=["test_many_items"])
+def only_64_items_merged():
+    """One tile of 64 items was merged, and a long sequence has more of them: loop over all that row_ptr gives it."""
+    return _decoder("64 items")
+
+
+@mistake("capture", fails=["test_as_many_launches"], tells=False)
+def a_launch_a_kv_head():
+    """A launch for each KV head waits for the one before: put the KV heads on the grid, beside the items."""
+
+    def planned_decode(q, k_cache, v_cache, block_tables, work, sm_scale=None, return_lse=False):
+        heads, group = k_cache.shape[2], q.shape[1] // k_cache.shape[2]
+        parts = [
+            _decoder()(
+                q[:, h * group : (h + 1) * group].contiguous(),
+                k_cache[:, :, h : h + 1].contiguous(), v_cache[:, :, h : h + 1].contiguous(),
+                block_tables, work, sm_scale, True,
+            )
+            for h in range(heads)
+        ]  # fmt: skip
+        o, lse = (torch.cat(each, 1) for each in zip(*parts))
+        return (o, lse) if return_lse else o
+
+    return planned_decode
 
 
 @mistake("decode", fails=["test_a_long_item", "test_decode_page_sizes"])

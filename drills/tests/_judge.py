@@ -16,16 +16,21 @@ import torch
 from _pytest.outcomes import Failed
 
 from drills import catalog, mistakes
-from drills.implementation import Implementation, Outcome, cause, first_line, tensors
+from drills.implementation import Implementation, Outcome, cause, first_line, poisoned, tensors
 from drills.mistakes import Mistake
+from drills.tests import _oracle
 from drills.tests._flashinfer_contract import SilentlyWrong
-from drills.tests._paged import allocation, copy_of
+from drills.tests._paged import allocation, copy_of, far_page
 
 REFUSALS = (AssertionError, ValueError, TypeError, IndexError)
 ROOM = 1 << 16  # bytes on either side of an allocation when a mistake is tried on it
 SHOWN_VALUES = 12  # a tensor with more is named by its shape
-# Torch operations that do what a drill's kernel is to do: attention cannot be had without one of them.
-ARITHMETIC = re.compile(r"aten::(\w*mm|dot|mv|einsum|exp2?|\w*softmax|logsumexp|\w*scaled_dot_product\w*)")
+# Torch operations that need no kernel: memory, views, casts, a scaling. Whatever else makes floats does the work.
+NO_WORK = re.compile(
+    r"aten::(empty\w*|new_\w+|zeros\w*|ones\w*|full\w*|fill_|zero_|arange|detach|alias|clone|copy_|_to_copy|to|contiguous"
+    r"|view\w*|_unsafe_view|reshape|_reshape_alias|as_strided|permute|transpose|t|expand|slice|select|narrow|split\w*"
+    r"|unsqueeze|squeeze|unbind|mul|div|lift_fresh|set_|resize_)"
+)
 
 
 class Verdict(Failed):
@@ -164,12 +169,34 @@ class Judge:
         kernel = catalog.owner(function)[1].kernel or ""
         if seen.torch_writes:
             self.fail(function, [*args], [f"torch's {seen.torch_writes[0]} wrote the result: {kernel} is to do it"])
-        done = [op for op in seen.ops if ARITHMETIC.fullmatch(op)]
+        done = [op for op in seen.float_ops if not NO_WORK.fullmatch(op)]
         if done:
-            self.fail(function, [*args], [f"torch's {done[0]} did part of the work: {kernel} is to do it"])
+            self.fail(
+                function, [*args], [f"torch's {done[0]} did part of the work: Triton kernels are to do all of it"]
+            )
+        if seen.wrapper:
+            self.fail(function, [*args], ["FlashInfer was called: this drill is to write what it does"])
         if not seen.launches[kernel]:
             others = ", ".join(seen.launches) or "no kernel"
             self.fail(function, [*args], [f"{kernel} was not launched ({others} was)"])
+
+    def reads_far_pages(self, function: str, *last: Any) -> None:
+        """A decode must find a page past 2^31 values of the cache. last: its arguments after block_tables."""
+        args, held, wrapped = far_page()
+        args = [*args[:4], *(last or args[4:])]
+        got = self.call(function, *args, huge=True).returned
+        table, lens = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([3])
+        q = args[0].cpu()
+        want, other = (_oracle.attention(q, page.cpu(), page.cpu(), table, lens)[0] for page in (held, wrapped))
+        shown = [q, *("[131074,256,1,64 float16]" for _ in "kv"), *args[3:]]
+        if not isinstance(got, torch.Tensor) or got.shape != want.shape:
+            self.fail(function, shown, [f"o is {_kind(got)}, expected a tensor {_list(want.shape)}"])
+        if not torch.allclose(got.cpu().double(), want, atol=1e-2):
+            early = torch.allclose(got.cpu().double(), other, atol=1e-2)
+            self.fail(function, shown, [
+                "o is not the attention over page 131073" + (", but over what is 2^32 values before" if early else ""),
+                "the offset page · BS · Hkv · D passes 2^31: widen the page id to int64 before any product",
+            ])  # fmt: skip
 
     def waits_for_nothing(self, function: str, *args: Any) -> None:
         """No value of a tensor may be looked at on the host: that waits for the GPU, and a captured graph cannot."""
@@ -216,7 +243,8 @@ def _does_the_same(
     """Whether `made` does on the same arguments exactly what the outcome shows: result, error, and damage in memory."""
     trial = copy_of(before, pad=ROOM)  # what it writes out of bounds must not end this process
     try:
-        result = made(*trial)
+        with poisoned():
+            result = made(*trial)
     except Exception as error:
         raised = cause(error)
         return type(raised) is type(outcome.raised) and first_line(raised) == first_line(outcome.raised)

@@ -150,6 +150,23 @@ def decode_args(
     return of, [q, *filled_caches(rng, of, heads[1], dim, dtype), of.table, of.context_lens]
 
 
+def far_page() -> tuple[list[Any], torch.Tensor, torch.Tensor]:
+    """A sequence of 3 tokens in a page whose offset in the cache does not fit in int32.
+
+    Returns [q, k_cache, v_cache, block_tables, context_lens], what the page holds (K and V alike, [1, BS, 1, D]), and
+    what is found instead where the offset has wrapped. One allocation of 9 GiB, most of which is never touched.
+    """
+    pages, shape, before, page = 131_074, (256, 1, 64), 2**31, 131_073  # 2^31 values are 131,072 such pages
+    room = torch.empty(before + pages * 2**14, dtype=torch.float16, device=DEVICE)
+    cache, rng = room[before:].view(pages, *shape), generator(28)
+    held, wrapped = (torch.randn(1, *shape, generator=rng).half().to(DEVICE) for _ in range(2))
+    cache[page] = held[0]
+    at = page * 2**14 - 2**32 + before
+    room[at : at + 2**14] = wrapped.flatten()
+    q = torch.randn(1, 1, 64, generator=rng).half().to(DEVICE)
+    return [q, cache, cache, ints([[page, *[0] * 1024]])[:, :1], ints([3, *[0] * 1024])[:1]], held, wrapped
+
+
 def copy_of(value: Any, device: str | None = None, pad: int = 0) -> Any:
     """Arguments copied with their whole allocations: views keep strides, offsets and what they share, guards included.
 

@@ -181,6 +181,18 @@ def test_as_many_launches_for_more_sequences(judge):
     judge.no_growth("paged_decode", of, 1, 3, "sequences", "launch once: the grid runs over the sequences")
 
 
+@pytest.mark.kernel
+@pytest.mark.stage(2)
+@pytest.mark.parametrize("more", ["pages", "KV heads"])
+def test_as_many_launches(judge, more):
+    """as many kernel launches for 3 pages as for 1, and for 3 KV heads"""
+
+    def of(n):
+        return arguments(11, [4 * n], stale=True)[1] if more == "pages" else arguments(11, [3], heads=(n, n))[1]
+
+    judge.no_growth("paged_decode", of, 1, 3, more, "launch once: programs take the heads, a loop in them the pages")
+
+
 # Stage 3: query heads that share K and V
 
 
@@ -374,28 +386,7 @@ big_memory = pytest.mark.skipif(not has_room(9), reason="needs 9 GiB of memory i
 @pytest.mark.stage(5)
 def test_a_cache_past_int32(judge):
     """a page whose offset in the cache does not fit in int32"""
-    pages, shape, before = 131_074, (256, 1, 64), 2**31  # 2^31 values are 131,072 such pages
-    # One allocation, most of which is never touched: room for a wrapped offset, then a cache for both K and V.
-    room = torch.empty(before + pages * 2**14, dtype=torch.float16, device=DEVICE)
-    cache, page = room[before:].view(pages, *shape), 131_073
-    rng = generator(28)
-    held, wrapped = (torch.randn(1, *shape, generator=rng).half().to(DEVICE) for _ in range(2))
-    cache[page] = held[0]
-    at = page * 2**14 - 2**32 + before
-    room[at : at + 2**14] = wrapped.flatten()
-    q = torch.randn(1, 1, 64, generator=rng).half().to(DEVICE)
-    table, lens = roomy(ints([[page]])), roomy(ints([3]))
-    got = judge.call("paged_decode", q, cache, cache, table, lens, huge=True).returned
-    want, other = (paged_decode(*(x.cpu() for x in (q, c, c, ints([[0]]), lens))) for c in (held, wrapped))
-    small = [q, *("[131074,256,1,64 float16]" for _ in "kv"), table, lens]
-    if not isinstance(got, torch.Tensor) or got.shape != want.shape:
-        judge.fail("paged_decode", small, ["o is no tensor [1,1,64]"])
-    if not torch.allclose(got.cpu().float(), want.float(), atol=1e-2):
-        early = torch.allclose(got.cpu().float(), other.float(), atol=1e-2)
-        judge.fail("paged_decode", small, [
-            f"o is not the attention over page {page}" + (", but over what is 2^32 values before" if early else ""),
-            "the offset page · BS · Hkv · D passes 2^31: widen the page id to int64 before any product",
-        ])  # fmt: skip
+    judge.reads_far_pages("paged_decode")
 
 
 # Stage 6: refusing what would be wrong

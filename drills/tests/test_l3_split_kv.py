@@ -488,6 +488,39 @@ def test_launches_for_more_sequences(judge):
 
 @pytest.mark.kernel
 @pytest.mark.stage(3)
+def test_launches_for_more_heads(judge):
+    """as many launches for 3 KV heads as for 1"""
+
+    def arguments(heads):
+        return [*decode_args(1, [5], heads=(heads, heads), dim=16, dtype=torch.float32)[1], 1]
+
+    judge.no_growth("split_kv_decode", arguments, 1, 3, "KV heads", "launch once: the grid runs over the KV heads")
+
+
+@pytest.mark.kernel
+@pytest.mark.stage(3)
+def test_parts_that_cancel(judge):
+    """float16, and splits whose answers are 1000.25 and -1000: half of 0.25 is left"""
+    _, args = decode_args(1, [4], heads=(1, 1), dim=16)
+    args[0].zero_()
+    values = torch.tensor([1000, 1000.5, -1000, -1000], dtype=torch.float16, device=DEVICE)
+    args[2][args[3][0, 0]] = values[:, None, None]
+    hint = (
+        "Near 1000 float16 has steps of 1/2: the parts are float32, whatever q is, and o is rounded once, at the end."
+    )
+    judge.agrees("split_kv_decode", *args, 2, oracle=split_kv_decode, close=3e-3, hint=hint)
+
+
+@pytest.mark.skipif(not has_room(9), reason="needs 9 GiB of memory in one piece, little of it touched")
+@pytest.mark.kernel
+@pytest.mark.stage(3)
+def test_a_cache_past_int32(judge):
+    """a page whose offset in the cache does not fit in int32"""
+    judge.reads_far_pages("split_kv_decode", ints([3, *[0] * 1024])[:1], 2)
+
+
+@pytest.mark.kernel
+@pytest.mark.stage(3)
 def test_nothing_is_read_on_the_host(judge):
     """no length is looked at on the host"""
     _, args = decode_args(1, [7], heads=(1, 1), dim=16, dtype=torch.float32)

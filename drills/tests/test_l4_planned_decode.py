@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from drills.lane import DEVICE, ON_GPU
 from drills.tests import _oracle
 from drills.tests._judge import Judge
-from drills.tests._paged import copy_of, decode_args, few, filled_caches, generator, guarded, ints
+from drills.tests._paged import copy_of, decode_args, few, filled_caches, generator, guarded, has_room, ints
 
 LISTS = ("seq", "start", "end")
 CLOSE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 1.5e-2}
@@ -529,9 +529,18 @@ def test_decode_page_sizes(judge, page_size):
 
 @pytest.mark.kernel
 @pytest.mark.stage(4)
-def test_a_long_item(judge):
-    """an item of 300 tokens"""
-    decodes(judge, whole([300]), page_size=16, dim=64)
+@pytest.mark.parametrize("tokens", [300, 1100])
+def test_a_long_item(judge, tokens):
+    """an item of hundreds of tokens"""
+    decodes(judge, whole([tokens]), page_size=16, dim=64 if tokens == 300 else 16)
+
+
+@pytest.mark.skipif(not has_room(9), reason="needs 9 GiB of memory in one piece, little of it touched")
+@pytest.mark.kernel
+@pytest.mark.stage(4)
+def test_a_cache_past_int32(judge):
+    """a page whose offset in the cache does not fit in int32"""
+    judge.reads_far_pages("planned_decode", work_of(whole([3])))
 
 
 @pytest.mark.kernel
@@ -582,11 +591,13 @@ def test_the_kernel_works(judge):
 
 @pytest.mark.kernel
 @pytest.mark.stage(4)
-@pytest.mark.parametrize("more", ["items", "sequences"])
+@pytest.mark.parametrize("more", ["items", "sequences", "KV heads"])
 def test_as_many_launches(judge, more):
-    """as many kernel launches for more items, and for more sequences"""
+    """as many kernel launches for more items, sequences and KV heads"""
 
     def arguments(n):
+        if more == "KV heads":
+            return work_args(43, whole([2]), heads=(n, n))[1]
         return work_args(43, cut([4 * n], 4) if more == "items" else whole([2] * n))[1]
 
     judge.no_growth("planned_decode", arguments, 1, 4, more, "launch once: the grid runs over the work items")
@@ -601,6 +612,38 @@ def test_as_many_launches(judge, more):
 def test_items_are_merged(judge, lens):
     """sequences in chunks of one page"""
     decodes(judge, cut(lens, 4), heads=(2, 1))
+
+
+@pytest.mark.kernel
+@pytest.mark.stage(5)
+@pytest.mark.parametrize("heads", [(6, 3), (17, 1)], ids=str)
+def test_groups_are_merged(judge, heads):
+    """several KV heads, and groups of every size, whole and cut"""
+    hint = "A part is stored for an item and a query head, and there are Hq of them: head · GROUP + row."
+    decodes(judge, [*cut([6], 4), *whole([3])], heads=heads, return_lse=True, hint=hint)
+
+
+@pytest.mark.kernel
+@pytest.mark.stage(5)
+@pytest.mark.parametrize("dim", [24, 80])
+def test_odd_dims_are_merged(judge, dim):
+    """head dims that are no power of two, cut"""
+    hint = "Parts are D apart, however wide the tile is that reads them, and o ends after D."
+    decodes(judge, cut([6, 5], 4), heads=(2, 1), dim=dim, hint=hint)
+
+
+@pytest.mark.kernel
+@pytest.mark.stage(5)
+def test_parts_that_cancel(judge):
+    """float16, and items whose answers are 1000.25 and -1000: half of 0.25 is left"""
+    of, args = work_args(44, cut([4], 2), page_size=2, dtype=torch.float16)
+    args[0].zero_()
+    values = torch.tensor([[1000, 1000.5], [-1000, -1000]], dtype=torch.float16, device=DEVICE)
+    args[2][of.rows[0]] = values[:, :, None, None]
+    hint = (
+        "Near 1000 float16 has steps of 1/2: the parts are float32, whatever q is, and o is rounded once, at the end."
+    )
+    judge.agrees("planned_decode", *args, oracle=planned_decode, close=CLOSE[torch.float16], hint=hint)
 
 
 @pytest.mark.kernel
@@ -650,7 +693,7 @@ def test_large_logits(judge):
 @pytest.mark.stage(5)
 def test_many_items(judge):
     """a sequence in many items"""
-    decodes(judge, cut([1000 if ON_GPU else 10], 1), page_size=1)
+    decodes(judge, cut([1000 if ON_GPU else 70], 1), page_size=1)
 
 
 @pytest.mark.kernel
