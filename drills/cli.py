@@ -87,6 +87,8 @@ def options(
 @app.command("list", epilog="Example: [bold]drills list[/bold]")
 def list_drills(impl: Impl = "mine") -> None:
     """The drills, and where your files are."""
+    if not directory(impl).is_dir():
+        fail(f"--impl {impl}: there is no such directory")
     table = Table("", "title", "file", "functions", "stages", "page", show_lines=True)
     for column in table.columns:
         column.overflow = "fold"
@@ -126,7 +128,10 @@ def hint(
     (wanted,) = chosen([drill])
     from drills import hints
 
-    stage = graded([wanted], impl).drills[0].next_stage()
+    report = graded([wanted], impl).drills[0]
+    stage = report.next_stage()
+    if stage is None and not report.ok:
+        fail(report.problem or f"{wanted.id} could not be graded", 1)
     if stage is None:
         console.print(f"{wanted.id} passes, as far as this machine can check: there is nothing to hint at.")
         return

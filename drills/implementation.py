@@ -287,7 +287,7 @@ def _alone() -> Iterator[None]:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Within the block new memory holds NaN, on the CPU lane: what nobody wrote is seen, and is the same in each run."""
+    """Within the block new memory holds NaN, on the CPU lane: what nobody wrote is seen, the same in each run."""
     if ON_GPU:
         yield  # there the same switch would refuse or warn of operations that are all right
         return

@@ -84,4 +84,6 @@ if __name__ == "__main__":
     elif sys.argv[1:]:
         sys.exit(__doc__)
     else:
-        print("\n".join(changed()) or "both languages of every section were looked at")
+        found = list(changed())
+        print("\n".join(found) or "both languages of every section were looked at")
+        sys.exit(bool(found))

@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
-from drills import catalog, readme
+import pytest
+
+from drills import catalog, pages, readme
 from drills.mistakes import catalogue
+
+
+@pytest.mark.parametrize("drill", catalog.DRILLS, ids=lambda drill: drill.id)
+def test_each_drill_has_its_files(drill):
+    """What drills/ADDING_A_DRILL.md lists, all that is missing at once."""
+    here, package = Path(__file__).parent, catalog.PACKAGE
+    wanted = [package / folder / drill.file for folder in ("solutions", "mine", "mistakes", "hints")]
+    wanted += [drill.tests, *(folder / f"{drill.id.lower()}.md" for folder in pages.LANGUAGES.values())]
+    wanted += [here / "alternatives" / drill.file, here / f"test_mistakes_{drill.id.lower()}.py"]
+    missing = [str(path.relative_to(package.parent)) for path in wanted if not path.exists()]
+    assert not missing, f"{drill.id} lacks {', '.join(missing)}: see drills/ADDING_A_DRILL.md"
 
 
 def test_there_are_enough():

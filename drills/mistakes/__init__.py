@@ -59,7 +59,8 @@ def mistake(
         name = factory.__name__.replace("_", "-")
         assert lesson.endswith("."), f"{name} has no lesson"
         assert lane in LANES, f"{name}: no lane is called {lane!r}"
-        assert all(entry.name != name for entry in _entries), f"two mistakes are called {name}"
+        taken = next((entry.drill.id for entry in _entries if entry.name == name), None)
+        assert taken is None, f"{taken} has a mistake called {name} already: names are unique over all drills"
         _entries.append(Mistake(name, lesson, drill, section, tuple(fails), tuple(seen), lane, tells, factory))
         return factory
 
@@ -70,7 +71,13 @@ def catalogue(drill: catalog.Drill | None = None) -> list[Mistake]:
     """Every entry, or a drill's, in the order of the drills and of their modules."""
     wanted = catalog.DRILLS if drill is None else (drill,)
     for each in wanted:
-        importlib.import_module(f"drills.mistakes.{each.module}")
+        try:
+            importlib.import_module(f"drills.mistakes.{each.module}")
+        except BaseException:
+            _entries[:] = [
+                entry for entry in _entries if entry.drill != each
+            ]  # imported again, they would be there twice
+            raise
     return [entry for each in wanted for entry in _entries if entry.drill == each]
 
 

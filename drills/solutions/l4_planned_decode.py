@@ -136,7 +136,7 @@ def merge_items_kernel(
 
 
 def planned_decode(q, k_cache, v_cache, block_tables, work, sm_scale=None, return_lse=False):
-    """Decode over a work list of plan_decode, moved to q's device: one launch over the items, one merge.
+    """Decode over a work list of plan_decode, moved to q's device: one launch over the items, one of a merge kernel.
 
     q [B, Hq, D]; k_cache, v_cache [NB, BS, Hkv, D]; block_tables [B, W] int32: as in paged_decode (L2), and the same is
     refused, and a work list that is not int32, contiguous and on q's device. The lengths are the list's: no value is
