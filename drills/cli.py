@@ -87,8 +87,6 @@ def options(
 @app.command("list", epilog="Example: [bold]drills list[/bold]")
 def list_drills(impl: Impl = "mine") -> None:
     """The drills, and where your files are."""
-    if not directory(impl).is_dir():
-        fail(f"--impl {impl}: there is no such directory")
     table = Table("", "title", "file", "functions", "stages", "page", show_lines=True)
     for column in table.columns:
         column.overflow = "fold"
