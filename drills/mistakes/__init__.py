@@ -74,9 +74,8 @@ def catalogue(drill: catalog.Drill | None = None) -> list[Mistake]:
         try:
             importlib.import_module(f"drills.mistakes.{each.module}")
         except BaseException:
-            _entries[:] = [
-                entry for entry in _entries if entry.drill != each
-            ]  # imported again, they would be there twice
+            # Those entered before it failed would be there twice when it is imported again.
+            _entries[:] = [entry for entry in _entries if entry.drill != each]
             raise
     return [entry for each in wanted for entry in _entries if entry.drill == each]
 
