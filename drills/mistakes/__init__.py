@@ -85,15 +85,18 @@ def shows_here(entry: Mistake) -> bool:
     return entry.lane in ("any", "gpu" if lane.ON_GPU else "cpu")
 
 
-def diagnose(function: str, test: str, gives: Callable[[Callable[..., Any]], bool]) -> Mistake | None:
+def diagnose(
+    function: str, test: str, gives: Callable[[Callable[..., Any]], bool], vague: bool = False
+) -> Mistake | None:
     """The mistake that a wrong result is a sign of, or None.
 
     test: the name of the test that failed. gives: whether a function has exactly the learner's result on the same
     input. Of several that do, the most specific: one that is known to fail this test, then the one that fails fewest.
+    vague: many mistakes would give this result (NaN is one like the other): only those known to fail this test count.
     """
     drill, _ = catalog.owner(function)
     order = sorted(
-        (entry for entry in catalogue(drill) if entry.tells and shows_here(entry)),
+        (e for e in catalogue(drill) if e.tells and shows_here(e) and (test in e.fails or not vague)),
         key=lambda entry: (test not in entry.fails, len(entry.fails) if entry.fails else math.inf),
     )
     for entry in order:

@@ -219,16 +219,16 @@ class Judge:
         """Raise the verdict. args: the arguments before the call. With the outcome, and the arguments after it, the
         catalogue of mistakes can be asked for one that does the same."""
         lines = [self.heading, f"  {_call_line(function, args)}", *(f"  {line}" for line in problem)]
+        vague = outcome is not None and any(
+            x.is_floating_point() and x.isnan().any() for x in tensors(outcome.returned)
+        )
         look_up = None
         if outcome is not None:
 
             def look_up() -> Mistake | None:
                 same = functools.partial(_does_the_same, function=function, before=args, outcome=outcome, after=after)
-                return mistakes.diagnose(function, self.test, same)
+                return mistakes.diagnose(function, self.test, same, vague)
 
-        vague = outcome is not None and any(
-            x.is_floating_point() and x.isnan().any() for x in tensors(outcome.returned)
-        )
         raise Verdict(lines, hint, self.drill.section(self.stage), look_up, vague)
 
     @property
