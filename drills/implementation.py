@@ -162,8 +162,11 @@ class Implementation:
         outcome.disturbed = [name for name, bits in kept.items() if _bits(named[name]) != bits]
         return outcome
 
-    def capture(self, function: str, *args: Any) -> Callable[[], None]:
-        """`function(*args)` captured in a CUDA graph: what comes back replays it on the same arguments."""
+    def capture(self, function: str, *args: Any) -> tuple[Callable[[], None], Any]:
+        """`function(*args)` captured in a CUDA graph: what replays it on the same arguments, and what it returned.
+
+        A replay writes its result into the tensors that were returned.
+        """
         call = self.function(function)
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
@@ -171,8 +174,8 @@ class Implementation:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            call(*args)
-        return graph.replay
+            returned = call(*args)
+        return graph.replay, returned
 
     def function(self, name: str) -> Callable[..., Any]:
         """The learner's function. Raises Unusable when its module cannot be imported or does not define it."""

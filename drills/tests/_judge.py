@@ -24,6 +24,8 @@ from drills.tests._paged import allocation, copy_of, far_page
 
 REFUSALS = (AssertionError, ValueError, TypeError, IndexError)
 ROOM = 1 << 16  # bytes on either side of an allocation when a mistake is tried on it
+# How far attention may be off, of a row's norm: a few roundings of the output's type.
+CLOSE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 1.5e-2}
 SHOWN_VALUES = 12  # a tensor with more is named by its shape
 # Torch operations that need no kernel: memory, views, casts, a scaling. Whatever else makes floats does the work.
 NO_WORK = re.compile(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from drills.lane import DEVICE, ON_GPU
 from drills.tests import _oracle
-from drills.tests._judge import REFUSALS
+from drills.tests._judge import CLOSE, REFUSALS
 from drills.tests._paged import (
     batch,
     decode_args,
@@ -23,7 +23,6 @@ from drills.tests._paged import (
     ragged,
 )
 
-CLOSE = {torch.float16: 3e-3, torch.bfloat16: 1.5e-2}  # of a row's norm: a few roundings of the output's type
 INTEGERS = pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
 FROM_FLASHINFER = (RuntimeError, BufferError)  # where FlashInfer itself refuses, its error will do
 
@@ -245,7 +244,7 @@ def test_decode(judge):
 
 
 @pytest.mark.stage(4)
-@pytest.mark.parametrize("dtype", CLOSE, ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_decode_dtypes(judge, dtype, page_size):
     """both dtypes, with pages of 1 and of 16"""
@@ -677,7 +676,7 @@ def test_replayed(judge):
     rng = generator(32)
     of = batch(rng, [9, 2, 5, 30], 4, extra_columns=4)
     args = into_args(of.table, of.context_lens, 4, room=24)
-    replay = judge.impl.capture("block_table_to_csr_into", *args)
+    replay, _ = judge.impl.capture("block_table_to_csr_into", *args)
     for lens in ([9, 2, 5, 30], [1, 0, 12, 31], [0, 0, 0, 0], [48, 4, 8, 16]):
         other = batch(rng, [max(n, 1) for n in lens], 4, extra_columns=0)
         args[0].zero_()

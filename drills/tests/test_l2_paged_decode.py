@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from drills.lane import DEVICE
 from drills.tests import _oracle
-from drills.tests._judge import REFUSALS
+from drills.tests._judge import CLOSE, REFUSALS
 from drills.tests._paged import decode_args, few, generator, has_room, ints
 
-CLOSE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 1.5e-2}
 ROOM = 1024  # values after q, the table and the lengths in memory: reading past one must show, not end the process
 
 

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 from drills.lane import DEVICE, ON_GPU
 from drills.tests import _oracle
-from drills.tests._judge import Judge
+from drills.tests._judge import CLOSE, Judge
 from drills.tests._paged import copy_of, decode_args, few, filled_caches, generator, guarded, has_room, ints
 
 LISTS = ("seq", "start", "end")
-CLOSE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 1.5e-2}
 BF16 = pytest.mark.gpu("bf16 arithmetic is wrong in Triton's interpreter")
 
 
@@ -820,36 +819,19 @@ def test_replayed(judge):
     """captured once in a CUDA graph, replayed for other lengths after another plan has been copied into the list"""
     args, copy = steps()
     copy(STEPS[0])
-    results = []
-
-    def keep(*args):
-        results.append(judge.impl.function("planned_decode")(*args))
-
-    replay = captured(keep, *args, None, True)
+    replay, results = judge.impl.capture("planned_decode", *args, None, True)
     for lens in STEPS:
         copy(lens)
         q, k_cache, v_cache, table, work = copy_of(args, device="cpu")
         wanted = planned_decode(q, k_cache, v_cache, table, work, None, True)
         replay()
         torch.cuda.synchronize()
-        for name, got, want in zip(("o", "lse"), results[-1], wanted):
+        for name, got, want in zip(("o", "lse"), results, wanted):
             got = got.cpu().double()
             if not torch.allclose(got, want.double(), rtol=1e-4, atol=1e-4):
                 b = int((~torch.isclose(got, want.double(), rtol=1e-4, atol=1e-4)).flatten(1).any(1).nonzero()[0])
                 judge.fail("planned_decode", args, [f"replayed for lengths {lens}: {name} differs at sequence {b}",
                            "all that changes from step to step must come from work's tensors"])  # fmt: skip
-
-
-def captured(call, *args):
-    """`call(*args)` in a CUDA graph, as judge.impl.capture has it; what it computed is kept by `call`."""
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        call(*args)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call(*args)
-    return graph.replay
 
 
 # Stage 7: refusing what would be wrong
